@@ -1,0 +1,40 @@
+"""Execution: how a recipe is run. It must never change what is learned."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from speedproof.core.errors import UserError
+from speedproof.settings.recipe import Recipe
+from speedproof.settings.strict import Strict
+
+Device = Literal["cpu", "cuda"]
+SdpaBackend = Literal["auto", "flash", "cudnn", "math"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+class Execution(Strict):
+    """A complete execution; every field present wherever one is written down."""
+
+    device: Device
+    microbatch: PositiveInt = Field(description="blocks of one forward and backward pass")
+    compile: bool
+    compile_mode: CompileMode = Field(description="torch.compile's mode; without effect when compile is false")
+    sdpa_backend: SdpaBackend
+    cpu_threads: PositiveInt = Field(description="PyTorch's intra-op threads")
+    rope: Literal["cached", "uncached"] = Field(description="FP32 tables kept outside the graph, or angles each time")
+    partial: Literal["eager", "compiled"] = Field(description="how a shorter last microbatch runs")
+    finite_checks: Literal["separate", "merged"] = Field(
+        description="separate: each microbatch loss and the gradients read by the host; merged: one read an update"
+    )
+    evaluation_batch: PositiveInt = Field(description="blocks of one validation pass")
+    evaluation_compile: bool
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise UserError where this execution cannot run `recipe`."""
+        if recipe.blocks_per_update % self.microbatch:
+            raise UserError(
+                f"execution.microbatch: {self.microbatch} does not divide the {recipe.blocks_per_update} blocks of an "
+                f"update (recipe.targets_per_update {recipe.targets_per_update}); "
+                f"use one of {[m for m in range(1, recipe.blocks_per_update + 1) if recipe.blocks_per_update % m == 0]}"
+            )

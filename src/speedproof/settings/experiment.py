@@ -1,0 +1,186 @@
+"""Experiment: the whole config, as `config/default.yaml` names it, and how presets and arms become settings."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from speedproof.core import files
+from speedproof.core.errors import UserError
+from speedproof.settings.execution import CompileMode, Execution, SdpaBackend
+from speedproof.settings.recipe import ModelShape, Recipe, RecipeSettings
+from speedproof.settings.strict import Strict
+
+MODEL_KEYS = tuple(ModelShape.model_fields)
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class Data(Strict):
+    """Where the C4 documents come from."""
+
+    source: Literal["embedded", "files", "hub"]
+    directory: str | None = Field(description="files: the folder that holds en/c4-train.*-of-*.json.gz")
+    repository: str = Field(description="hub: the data set")
+    revision: str = Field(description="hub: the pinned commit")
+    train_files: PositiveInt = Field(description="training files to use, from the first on")
+    validation_files: PositiveInt
+    order_seed: int = Field(description="order of the documents within a file")
+
+
+class Tokenizer(Strict):
+    """Where the tokenizer comes from."""
+
+    source: Literal["train", "file", "hub"]
+    file: str | None = Field(description="file: a tokenizer.json")
+    repository: str = Field(description="hub: the model whose tokenizer.json is used")
+    revision: str
+    end_of_document: str | None = Field(
+        description="the token put after each document; null finds the tokenizer's own end-of-text token"
+    )
+
+
+class Protocol(Strict):
+    """How an execution is measured and when a difference counts."""
+
+    warmup_updates: PositiveInt
+    windows: PositiveInt
+    updates_per_window: PositiveInt
+    min_window_seconds: NonNegativeFloat = Field(description="a window counts whole updates past this time")
+    profile_updates: NonNegativeInt = Field(description="updates traced after the timing; 0: none")
+    deadline_s: PositiveInt = Field(description="a worker that takes longer, imports included, becomes `timeout`")
+    stage_blocks: NonNegativeInt = Field(
+        description="A B B A blocks of a stage's fastest against the incumbent; 0: by single records"
+    )
+    blocks: PositiveInt = Field(description="A B B A blocks of the final comparison against the default")
+    retention: float = Field(gt=0, description="smallest gain that replaces the incumbent")
+    no_regression: float = Field(gt=0, le=1, description="lower bound of a ratio that is no regression")
+
+
+class Tuning(Strict):
+    """The grid; each list is the values to try, in the order of preference at a tie."""
+
+    microbatches: list[PositiveInt] = Field(min_length=1)
+    compile: list[bool] = Field(min_length=1)
+    sdpa_backends: list[SdpaBackend] = Field(description="tried on the best two of the grid")
+    compile_modes: list[CompileMode] = Field(description="tried on the best")
+    cpu_threads: list[PositiveInt] = Field(description="tried on the best")
+
+
+class Arm(Strict):
+    """One arm of the matched runs: a base execution with some settings changed."""
+
+    base: Literal["default", "selected", "recommended"]
+    set: dict[str, Any] = Field(default_factory=dict, description="execution settings of this arm")
+
+
+class Matched(Strict):
+    """Which runs are trained over the whole budget and compared."""
+
+    presets: list[str]
+    seeds: list[NonNegativeInt] = Field(min_length=1)
+    repeats: PositiveInt = Field(description="identical runs of each arm and seed; two or more give the spread")
+    checkpoint_minutes: float = Field(gt=0, description="interval of the resumable state")
+    reference: str = Field(description="the arm that the others are compared with")
+    arms: dict[str, Arm] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _reference_is_an_arm(self) -> "Matched":
+        if self.reference not in self.arms:
+            raise ValueError(f"reference {self.reference!r} is no arm; choose one of {', '.join(self.arms)}")
+        return self
+
+
+class Parity(Strict):
+    """When a fast path still computes the reference."""
+
+    blocks: PositiveInt = Field(description="validation blocks compared, at full context")
+    loss_tolerance_nats: float = Field(gt=0)
+    gradient_tolerance: float = Field(gt=0, description="aggregate relative gradient error")
+    arm: str = Field(description="the matched arm whose trained weights are checked")
+
+
+class Slurm(Strict):
+    """What a job asks of the scheduler; null leaves the flag out."""
+
+    account: str | None
+    partition: str | None
+    gpu_type: str | None
+    constraint: str | None
+    qos: str | None
+    reservation: str | None
+    gpus: Literal[0, 1] = Field(description="GPUs of a measuring job")
+    cpus: PositiveInt = Field(description="CPUs of a measuring job")
+    mem_mb: PositiveInt
+    data_cpus: PositiveInt
+    data_mem_mb: PositiveInt
+    measure_minutes: PositiveInt = Field(description="time limit of one measurement; above protocol.deadline_s")
+    compare_minutes: PositiveInt
+    train_minutes: PositiveInt
+    data_minutes: PositiveInt
+
+
+class Experiment(Strict):
+    """The whole config."""
+
+    experiment: str = Field(pattern=NAME, description="name of the results folder")
+    store: str = Field(description="folder of the content-addressed store; experiments may share one")
+    presets: list[str] = Field(min_length=1)
+    execution: Execution
+    data: Data
+    tokenizer: Tokenizer
+    recipe: RecipeSettings
+    protocol: Protocol
+    tuning: Tuning
+    matched: Matched
+    parity: Parity
+    slurm: Slurm
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> "Experiment":
+        for preset in self.matched.presets:
+            if preset not in self.presets:
+                raise ValueError(f"matched.presets names {preset!r}, which presets does not list; add it there")
+        if self.parity.arm not in self.matched.arms:
+            raise ValueError(f"parity.arm {self.parity.arm!r} is no arm of matched.arms; choose one of them")
+        if self.slurm.measure_minutes * 60 <= self.protocol.deadline_s:
+            raise ValueError(
+                f"slurm.measure_minutes ({self.slurm.measure_minutes}) does not lie above protocol.deadline_s "
+                f"({self.protocol.deadline_s}), so a slow candidate would be killed before it is recorded; raise it"
+            )
+        return self
+
+
+def load_preset(name: str, config: Experiment, folder: Path) -> tuple[ModelShape, RecipeSettings]:
+    """Read `<folder>/<name>.yaml`: the model's six sizes, and recipe keys that this preset overrides."""
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
+        raise UserError(f"presets: {name!r} has no file {path}; known presets are {known}")
+    values = files.read_yaml(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: found {values!r}; expected keys {', '.join(MODEL_KEYS)}")
+    shape = ModelShape.parse({k: v for k, v in values.items() if k in MODEL_KEYS}, str(path))
+    overrides = {k: v for k, v in values.items() if k not in MODEL_KEYS}
+    return shape, RecipeSettings.parse(config.recipe.plain() | overrides, str(path))
+
+
+def recipe_for(preset: str, config: Experiment, folder: Path, data: str | None) -> Recipe:
+    """The preset's whole recipe on the token cache with identity `data`."""
+    shape, settings = load_preset(preset, config, folder)
+    value = settings.plain() | {"preset": preset, "model": shape.plain(), "data": data}
+    return Recipe.parse(value, "recipe")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a resolved recipe that a result was written with."""
+    return Recipe.parse(files.read_yaml(path), str(path))
+
+
+def read_execution(path: Path) -> Execution:
+    """Read a complete execution, `selected.yaml` for one."""
+    return Execution.parse(files.read_yaml(path), str(path))
+
+
+def changed(base: Execution, settings: dict[str, Any], where: str) -> Execution:
+    """`base` with some settings changed. Raises UserError naming the wrong one under `where`."""
+    return Execution.parse(base.plain() | settings, where)
