@@ -1,0 +1,135 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, tied embedding, no biases, no dropout.
+
+B is the microbatch, T the context, d the width, H the heads, D = d / H the head size, V the vocabulary.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedproof.model import loss
+from speedproof.model.attention import Backend, attention
+from speedproof.model.rope import ROPES, Rope
+from speedproof.settings.execution import Execution
+from speedproof.settings.recipe import ModelShape, Recipe
+
+
+class Numbers(Protocol):
+    """The numbers of a recipe that the model needs beside its shape."""
+
+    rope_theta: float
+    norm_eps: float
+    init_std: float
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, in FP32 under autocast. Written out, since autocast would wrap the fused one in casts."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal self-attention over H heads."""
+
+    def __init__(self, shape: ModelShape, rope: nn.Module, backend: Backend):
+        super().__init__()
+        d = shape.width
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.heads, self.rope, self.attention = shape.heads, rope, attention(backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (self.heads, -1)) for project in (self.q, self.k, self.v))  # (B, T, H, D)
+        q, k = self.rope(q), self.rope(k)
+        y = self.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, D)
+        return self.o(y.transpose(1, 2).flatten(-2))  # (B, T, d)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.ffn_width, bias=False)
+        self.up = nn.Linear(shape.width, shape.ffn_width, bias=False)
+        self.down = nn.Linear(shape.ffn_width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer; the residual x stays in FP32 under autocast."""
+
+    def __init__(self, shape: ModelShape, rope: nn.Module, backend: Backend, eps: float):
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.width, eps)
+        self.attention = Attention(shape, rope, backend)
+        self.ffn_norm = RMSNorm(shape.width, eps)
+        self.ffn = FeedForward(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """The whole model. Its state-dict keys never depend on the execution."""
+
+    def __init__(
+        self, shape: ModelShape, numbers: Numbers, *, sdpa_backend: Backend = "auto", rope: Rope = "cached"
+    ) -> None:
+        super().__init__()
+        self.shape, self.init_std = shape, numbers.init_std
+        tables = ROPES[rope](shape.context_length, shape.head_size, numbers.rope_theta)  # shared by all layers
+        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.blocks = nn.ModuleList(Block(shape, tables, sdpa_backend, numbers.norm_eps) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.width, numbers.norm_eps)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw the weights from `seed`, in the order of their names: normal with `init_std`, and smaller by
+        √(2 layers) where they write to the residual; norm scales are one."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                writes_residual = name.endswith((".attention.o.weight", ".ffn.down.weight"))
+                std = self.init_std / math.sqrt(2 * self.shape.layers) if writes_residual else self.init_std
+                weight.normal_(0.0, std, generator=generator)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits (B, T, V) of token ids `inputs` (B, T) int64."""
+        x = self.embedding(inputs)  # (B, T, d)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def nll_sum(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed loss in nats of `targets` (B, T) given `inputs` (B, T); see `loss.nll_sum`.
+
+        This is what is compiled and trained, so that head and loss can be put together behind it.
+        """
+        return loss.nll_sum(self(inputs), targets)
+
+
+def build(recipe: Recipe, execution: Execution | None, device: torch.device | str) -> Llama:
+    """The recipe's model on `device`, its weights drawn from recipe.seed on the CPU: the same on every device.
+
+    Without an execution it is the reference: explicit attention and uncached angles, FP32 or, after `.double()`, FP64.
+    """
+    backend, rope = (execution.sdpa_backend, execution.rope) if execution else ("reference", "uncached")
+    with torch.device("meta"):  # PyTorch's own initialisation would be thrown away
+        model = Llama(recipe.model, recipe, sdpa_backend=backend, rope=rope)
+    model.to_empty(device="cpu").initialise(recipe.seed)
+    return model.to(device)

@@ -1,0 +1,245 @@
+"""The optimizer update and the window of updates: the one hot loop, shared by training and measuring."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedproof.core.errors import UserError
+from speedproof.data.loader import to_device
+from speedproof.model.attention import check_backend
+from speedproof.model.llama import build
+from speedproof.settings.execution import Execution
+from speedproof.settings.recipe import Recipe
+from speedproof.training.compile import GRAPH_MODES, CompiledLoss, compile_errors
+from speedproof.training.optimizer import build_optimizer
+from speedproof.training.precision import autocast, compute_dtype, require_resolved
+from speedproof.training.schedule import learning_rate
+
+
+class NonFinite(UserError):
+    """An update whose loss or gradient is not finite. It was not applied: everything is as after the one before."""
+
+    def __init__(self, update: int, tensor: str):
+        self.update, self.tensor = update, tensor
+        super().__init__(
+            f"update {update}: {tensor} is not finite; weights, moments and schedule are as after update {update - 1}. "
+            "Lower recipe.lr or recipe.grad_clip, or set recipe.precision to fp32, and train again"
+        )
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One update: summed loss in nats before it, targets consumed, global gradient norm before clipping."""
+
+    loss_sum: float
+    targets: int
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some updates between two synchronised clock readings.
+
+    `loss` is the mean over targets in nats, `grad_norm` the last update's, `data_wait_s` the part of `seconds` spent
+    waiting for rows.
+    """
+
+    targets: int
+    updates: int
+    seconds: float
+    loss: float
+    grad_norm: float
+    data_wait_s: float
+
+    @property
+    def targets_per_s(self) -> float:
+        return self.targets / self.seconds
+
+
+class Batches(Protocol):
+    """Where rows come from; see speedproof.data.loader."""
+
+    def take(self, blocks: int) -> np.ndarray: ...
+
+
+class Updater:
+    """A model with its optimizer, and the counters that its schedule needs.
+
+    Raises: UserError where the execution cannot run the recipe, UnsupportedBackend where an SDPA backend cannot.
+    """
+
+    def __init__(self, recipe: Recipe, execution: Execution, device: torch.device | str):
+        execution.check(recipe)
+        require_resolved(recipe)
+        self.recipe, self.execution, self.device = recipe, execution, torch.device(device)
+        torch.set_num_threads(execution.cpu_threads)
+        torch.manual_seed(recipe.seed)
+        shape = recipe.model
+        check_backend(
+            execution.sdpa_backend,
+            shape.heads,
+            shape.context_length,
+            shape.head_size,
+            compute_dtype(recipe),
+            self.device,
+        )
+        self.model = build(recipe, execution, self.device)
+        self.optimizer = build_optimizer(self.model, recipe)
+        self.compiled = CompiledLoss(self.model, execution.compile_mode) if execution.compile else None
+        self.targets_seen = 0
+        self.updates = 0
+        self._weights = list(self.model.parameters())
+        # A replayed CUDA graph overwrites the gradients it returned; kept buffers are added to and stay whole.
+        self._replays = execution.compile and execution.compile_mode in GRAPH_MODES and self.device.type == "cuda"
+        if self._replays:
+            for weight in self._weights:
+                weight.grad = torch.zeros_like(weight)
+
+    def step(self, rows: np.ndarray) -> UpdateResult:
+        """One optimizer update on rows (blocks, context + 1) uint16.
+
+        Raises: NonFinite, with nothing changed; CompileError.
+        """
+        targets = len(rows) * (rows.shape[1] - 1)
+        separate = self.execution.finite_checks == "separate"
+        loss_sum = torch.zeros((), device=self.device)
+        for start in range(0, len(rows), self.execution.microbatch):
+            nll = self.backward(rows[start : start + self.execution.microbatch], targets)
+            if separate and not math.isfinite(nll.item()):
+                self._reject("loss")
+            loss_sum += nll
+        gradients = [weight.grad for weight in self._weights]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        loss, grad_norm = torch.stack((loss_sum, norm)).tolist()  # the host sync of an update
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._reject(None if math.isfinite(loss) else "loss")
+        torch.nn.utils.clip_grads_with_norm_(self._weights, self.recipe.grad_clip, norm)
+        rate = learning_rate(self.recipe, self.targets_seen + targets)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self._replays)
+        self.targets_seen += targets
+        self.updates += 1
+        return UpdateResult(loss, targets, grad_norm)
+
+    def backward(self, rows: np.ndarray, targets: int) -> Tensor:
+        """Add a microbatch's share of the update's mean gradient; returns its summed loss, on the device.
+
+        Every target weighs 1 / targets of the update, so that unequal microbatches add up right.
+        """
+        inputs, labels = to_device(rows, None, self.device)
+        whole = len(rows) == self.execution.microbatch or self.execution.partial == "compiled"
+        if self.compiled is None or not whole:
+            with autocast(self.recipe, self.device):
+                nll = self.model.nll_sum(inputs, labels)
+            (nll / targets).backward()
+            return nll.detach()
+        if self._replays:
+            torch.compiler.cudagraph_mark_step_begin()
+        with compile_errors():
+            with autocast(self.recipe, self.device):
+                nll = self.compiled(inputs, labels)
+            (nll / targets).backward()
+        return nll.detach()
+
+    def _reject(self, tensor: str | None) -> None:
+        """Drop the gradients and raise NonFinite, naming the first tensor that is to blame."""
+        if tensor is None:
+            bad = (n for n, w in self.model.named_parameters() if not torch.isfinite(w.grad).all())
+            tensor = next((f"gradient of {name}" for name in bad), "gradient norm")
+        self.optimizer.zero_grad(set_to_none=not self._replays)
+        raise NonFinite(self.updates + 1, tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors (no copies) under canonical names, and the counters; the same for every execution."""
+        moments: dict[str, Tensor] = {}
+        for name, weight in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(weight, {}).items():
+                if key != "step":
+                    moments[f"{name}.{key}"] = value
+        return {
+            "model": {name: value.detach() for name, value in self.model.state_dict().items()},
+            "moments": moments,
+            "step": self.updates,
+            "targets_seen": self.targets_seen,
+            "updates": self.updates,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Raises UserError naming a tensor that is missing, unknown or of another shape."""
+        weights = dict(self.model.named_parameters())
+        moments = {f"{n}.{m}": w for n, w in weights.items() for m in ("exp_avg", "exp_avg_sq") if state["step"]}
+        for what, expected, found in (("model", weights, state["model"]), ("moments", moments, state["moments"])):
+            for name in sorted(expected.keys() ^ found.keys()):
+                raise UserError(f"{what}.{name}: {'missing' if name in expected else 'unknown'} in the saved state")
+            for name, weight in expected.items():
+                if weight.shape != found[name].shape:
+                    raise UserError(
+                        f"{what}.{name}: found shape {tuple(found[name].shape)}, expected {tuple(weight.shape)}"
+                    )
+        self.optimizer.state.clear()
+        for name, weight in weights.items():
+            weight.copy_(state["model"][name])
+            if state["step"]:
+                self.optimizer.state[weight] = {
+                    "step": torch.tensor(float(state["step"]), device=weight.device),
+                    "exp_avg": state["moments"][f"{name}.exp_avg"].to(weight.device, copy=True),
+                    "exp_avg_sq": state["moments"][f"{name}.exp_avg_sq"].to(weight.device, copy=True),
+                }
+        self.targets_seen, self.updates = state["targets_seen"], state["updates"]
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run_window(
+    updater: Updater,
+    batches: Batches,
+    plan: Iterable[int],
+    clock: Callable[[], float] = time.perf_counter,
+    on_update: Callable[[UpdateResult], None] | None = None,
+) -> Window:
+    """Run one update for each number of blocks in `plan`, and time them together.
+
+    The clock is read after synchronising, at the two edges; in between it only adds up the wait for rows.
+    Raises: what `Updater.step` raises; ValueError for an empty plan.
+    """
+    targets = updates = 0
+    loss_sum = grad_norm = wait = 0.0
+    synchronise(updater.device)
+    begin = clock()
+    for blocks in plan:
+        asked = clock()
+        rows = batches.take(blocks)
+        wait += clock() - asked
+        result = updater.step(rows)
+        targets, updates = targets + result.targets, updates + 1
+        loss_sum, grad_norm = loss_sum + result.loss_sum, result.grad_norm
+        if on_update is not None:
+            on_update(result)
+    synchronise(updater.device)
+    seconds = clock() - begin
+    if not updates:
+        raise ValueError("a window needs at least one update")
+    return Window(targets, updates, seconds, loss_sum / targets, grad_norm, wait)
+
+
+def deterministic() -> None:
+    """Make this process choose deterministic kernels, so that a resumed run ends in bitwise equal weights."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    with contextlib.suppress(AttributeError):
+        torch.backends.cudnn.benchmark = False
