@@ -13,7 +13,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "data": ("data/corpus.py", "data/embedded.py", "data/hub.py", "data/tokenizer.py", "data/token_cache.py"),
     "training": ("model", "data/loader.py", "training"),
     "measure": ("model", "data/loader.py", "training", "measure/worker.py"),
-    "parity": ("model", "data/loader.py", "training", "evidence/parity.py"),
+    "parity": ("model", "data/loader.py", "training", "evidence/parity.py", "evidence/derivatives.py"),
+    "stages": ("evidence/stages.py", "evidence/statistics.py"),
+    "matched": ("evidence/matched.py", "evidence/statistics.py"),
+    "summary": ("evidence/summary.py", "evidence/published.py", "evidence/plots.py", "evidence/statistics.py"),
 }
 """The parts of the package that can change each kind of costly result."""
 

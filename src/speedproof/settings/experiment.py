@@ -12,6 +12,7 @@ from speedproof.settings.recipe import ModelShape, Recipe, RecipeSettings
 from speedproof.settings.strict import Strict
 
 MODEL_KEYS = tuple(ModelShape.model_fields)
+DECIDING = ("stage_blocks", "blocks", "retention", "no_regression")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -54,6 +55,14 @@ class Protocol(Strict):
     blocks: PositiveInt = Field(description="A B B A blocks of the final comparison against the default")
     retention: float = Field(gt=0, description="smallest gain that replaces the incumbent")
     no_regression: float = Field(gt=0, le=1, description="lower bound of a ratio that is no regression")
+
+    def measuring(self) -> dict[str, Any]:
+        """The part that decides what a record holds; the rest only decides what follows from records."""
+        return {key: value for key, value in self.plain().items() if key not in DECIDING}
+
+    def deciding(self) -> dict[str, Any]:
+        """The part that decides what follows from records."""
+        return {key: value for key, value in self.plain().items() if key in DECIDING}
 
 
 class Tuning(Strict):

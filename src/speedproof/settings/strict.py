@@ -1,5 +1,6 @@
 """Strict settings: every key known, every type exact, every error one sentence that names the key."""
 
+import contextlib
 import difflib
 from typing import Any, Self, get_args
 
@@ -11,7 +12,7 @@ from speedproof.core.errors import UserError
 class Strict(BaseModel):
     """A frozen group of settings that refuses unknown keys and silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, value: Any, where: str = "") -> Self:
@@ -53,4 +54,11 @@ def _sentence(model: type[BaseModel], error: ValidationError, where: str) -> str
         return f"{key}: this key is required and missing; add it"
     if kind == "value_error":
         return f"{key}: {first['ctx']['error']}"
-    return f"{key}: found {first['input']!r}; {first['msg'][:1].lower()}{first['msg'][1:]}"
+    found = first["input"]
+    hint = ""
+    if kind == "float_type" and isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            # YAML reads 1e-3 as text and only 1.0e-3 as a number.
+            mantissa, _, exponent = f"{float(found):e}".partition("e")
+            hint = f"; write {float(mantissa)}e{int(exponent)}, with a decimal point and no quotes"
+    return f"{key}: found {found!r}; {first['msg'][:1].lower()}{first['msg'][1:]}{hint}"

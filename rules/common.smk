@@ -1,0 +1,138 @@
+# Names and wiring that every rule file shares; checks the config before anything runs.
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(workflow.basedir)
+sys.path.insert(0, str(ROOT / "src"))
+
+from speedproof.core.errors import UserError
+from speedproof.core.identity import source_digest
+from speedproof.data import corpus
+from speedproof.evidence import stages
+from speedproof.settings.experiment import Experiment, load_preset, recipe_for
+from snakemake.exceptions import WorkflowError
+
+# The interpreter that runs this very process runs the scripts too, on whichever node that is, and the package is
+# the one beside this Snakefile, wherever an older install may point.
+shell.prefix(
+    f'set -euo pipefail; export PATH="{os.path.dirname(sys.executable)}:$PATH" '
+    f'PYTHONPATH="{ROOT}/src${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONUNBUFFERED=1; '
+)
+
+
+def checked_experiment():
+    """The validated config, with every preset read and every execution checked against it."""
+    try:
+        experiment = Experiment.parse(config)
+        for preset in experiment.presets:
+            recipe = recipe_for(preset, experiment, ROOT / "config/presets", None)
+            experiment.execution.check(recipe)
+            stages.check(experiment.tuning, recipe)
+        return experiment
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+
+
+EXPERIMENT = checked_experiment()
+STORE = EXPERIMENT.store
+RESULTS = f"results/{EXPERIMENT.experiment}"
+LOGS = f"logs/{EXPERIMENT.experiment}"
+SETTINGS = f"{RESULTS}/settings"
+PRESET = f"{RESULTS}/{{preset}}"
+VOCABULARIES = {
+    preset: load_preset(preset, EXPERIMENT, ROOT / "config/presets")[0].vocab_size for preset in EXPERIMENT.presets
+}
+
+SECTIONS = {
+    "data": EXPERIMENT.data.plain(),
+    "tokenizer": EXPERIMENT.tokenizer.plain(),
+    "execution": EXPERIMENT.execution.plain(),
+    "measuring": EXPERIMENT.protocol.measuring(),
+    "deciding": EXPERIMENT.protocol.deciding(),
+    "tuning": EXPERIMENT.tuning.plain(),
+    "arms": {name: arm.plain() for name, arm in EXPERIMENT.matched.arms.items()},
+    "parity": EXPERIMENT.parity.plain(),
+}
+
+
+wildcard_constraints:
+    preset="|".join(EXPERIMENT.presets),
+    section="|".join(SECTIONS),
+    tokenizer=r"[A-Za-z0-9._-]+",
+    split="train|validation",
+    index=r"\d+",
+    stage="|".join(stages.stage_names(EXPERIMENT.tuning, EXPERIMENT.execution)),
+    slot=r"\d+",
+    arm="|".join(EXPERIMENT.matched.arms),
+    seed=r"\d+",
+    repeat=r"\d+",
+    state="fresh|trained",
+
+
+def section(wildcards):
+    """The slice of the config that a settings file holds."""
+    return SECTIONS[wildcards.section]
+
+
+def recipe_settings(wildcards):
+    """The preset's recipe before it is resolved: model sizes and settings, as plain values."""
+    return recipe_for(wildcards.preset, EXPERIMENT, ROOT / "config/presets", None).plain()
+
+
+def tokenizer_name(preset):
+    """Folder of the preset's token cache: one a vocabulary when the tokenizer is trained, else one for all."""
+    source = EXPERIMENT.tokenizer.source
+    return f"bpe-{VOCABULARIES[preset]}" if source == "train" else source
+
+
+def token_cache(wildcards):
+    """Manifest of the preset's token cache."""
+    return f"{RESULTS}/data/{tokenizer_name(wildcards.preset)}/token_cache.json"
+
+
+def token_caches():
+    """Manifests of all token caches of the experiment."""
+    return sorted({f"{RESULTS}/data/{tokenizer_name(preset)}/token_cache.json" for preset in EXPERIMENT.presets})
+
+
+def vocabulary(wildcards):
+    """Entries of the tokenizer that is made or fetched under this name."""
+    return next(VOCABULARIES[p] for p in EXPERIMENT.presets if tokenizer_name(p) == wildcards.tokenizer)
+
+
+def per_preset(path):
+    """`path` below each preset's results."""
+    return expand(f"{PRESET}/{path}", preset=EXPERIMENT.presets)
+
+
+def per_matched_preset(path):
+    """`path` below the results of each preset that is trained."""
+    return expand(f"{PRESET}/{path}", preset=EXPERIMENT.matched.presets)
+
+
+def job(minutes, cpus, mem_mb, device):
+    """Resources of a job, from config; what is null is left out and becomes no flag of sbatch."""
+    slurm = EXPERIMENT.slurm
+    wanted = {
+        "runtime": minutes,
+        "mem_mb": mem_mb,
+        "slurm_account": slurm.account,
+        "slurm_partition": slurm.partition,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint if device else None,
+        "gpu": slurm.gpus if device and slurm.gpus else None,
+        "gpu_model": slurm.gpu_type if device and slurm.gpus else None,
+        "slurm_extra": f"--reservation={slurm.reservation}" if slurm.reservation else None,
+    }
+    return {key: value for key, value in wanted.items() if value is not None}
+
+
+def measuring_job(minutes):
+    """Resources of a job that holds the device."""
+    return job(minutes, EXPERIMENT.slurm.cpus, EXPERIMENT.slurm.mem_mb, device=True)
+
+
+def data_job():
+    """Resources of a job that prepares data."""
+    return job(EXPERIMENT.slurm.data_minutes, EXPERIMENT.slurm.data_cpus, EXPERIMENT.slurm.data_mem_mb, device=False)

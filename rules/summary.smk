@@ -1,0 +1,33 @@
+# One summary: every figure beside the published one.
+
+
+rule summarise:
+    input:
+        recipes=per_preset("recipe.yaml"),
+        tuning=per_preset("tuning/tuning.json"),
+        matched=per_matched_preset("matched/matched.json"),
+        parity=parity_results(),
+        caches=token_caches(),
+        metrics=expand(runs_of("metrics.jsonl"), preset=EXPERIMENT.matched.presets),
+    output:
+        summary=report(f"{RESULTS}/summary.json", category="Summary"),
+        markdown=report(f"{RESULTS}/summary.md", category="Summary"),
+        tables=directory(f"{RESULTS}/tables"),
+        figures=report(
+            directory(f"{RESULTS}/figures"),
+            patterns=["{figure}.svg"],
+            category="Figures",
+            labels={"figure": "{figure}"},
+        ),
+    log:
+        f"{LOGS}/summarise.log",
+    params:
+        experiment=EXPERIMENT.experiment,
+        source=source_digest("summary"),
+    localrule: True
+    message:
+        "Write the summary of {params.experiment}"
+    shell:
+        "python src/scripts/summarise.py --experiment {params.experiment} --results {RESULTS}"
+        " --output {output.summary} --markdown {output.markdown} --tables {output.tables}"
+        " --figures {output.figures} > {log} 2>&1"
