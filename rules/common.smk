@@ -2,23 +2,25 @@
 import os
 import sys
 from pathlib import Path
+from shlex import quote
 
 ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT / "src"))
 
 from speedproof.core.errors import UserError
 from speedproof.core.identity import source_digest
-from speedproof.data import corpus
 from speedproof.evidence import stages
 from speedproof.settings.experiment import Experiment, load_preset, recipe_for
 from snakemake.exceptions import WorkflowError
 
 # The interpreter that runs this very process runs the scripts too, on whichever node that is, and the package is
 # the one beside this Snakefile, wherever an older install may point.
-shell.prefix(
-    f'set -euo pipefail; export PATH="{os.path.dirname(sys.executable)}:$PATH" '
-    f'PYTHONPATH="{ROOT}/src${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONUNBUFFERED=1; '
-)
+SEARCH_PATHS = {
+    "PATH": [os.path.dirname(sys.executable), os.environ.get("PATH", "")],
+    "PYTHONPATH": [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")],
+}
+EXPORTS = " ".join(f"{name}={quote(':'.join(filter(None, parts)))}" for name, parts in SEARCH_PATHS.items())
+shell.prefix(f"set -euo pipefail; export {EXPORTS} PYTHONUNBUFFERED=1; ".replace("{", "{{").replace("}", "}}"))
 
 
 def checked_experiment():

@@ -3,11 +3,11 @@
 
 def shard_manifests(wildcards):
     """One shard a C4 file, training files first."""
-    counts = corpus.file_counts(EXPERIMENT.data)
+    counts = {"train": EXPERIMENT.data.train_files, "validation": EXPERIMENT.data.validation_files}
     return [
         f"{RESULTS}/data/{wildcards.tokenizer}/shards/{split}-{index:05d}.json"
-        for split in ("train", "validation")
-        for index in range(counts[split])
+        for split, count in counts.items()
+        for index in range(count)
     ]
 
 

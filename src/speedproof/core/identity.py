@@ -14,7 +14,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "training": ("model", "data/loader.py", "training"),
     "measure": ("model", "data/loader.py", "training", "measure/worker.py"),
     "parity": ("model", "data/loader.py", "training", "evidence/parity.py", "evidence/derivatives.py"),
-    "stages": ("evidence/stages.py", "evidence/statistics.py"),
+    "stages": ("evidence/stages.py", "evidence/tuner.py", "evidence/recommend.py", "evidence/statistics.py"),
     "matched": ("evidence/matched.py", "evidence/statistics.py"),
     "summary": ("evidence/summary.py", "evidence/published.py", "evidence/plots.py", "evidence/statistics.py"),
 }
