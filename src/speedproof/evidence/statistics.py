@@ -150,3 +150,8 @@ def explain(ratio: Ratio, threshold: float) -> str:
     else:
         more = f"{needed} blocks would decide" if needed else f"over {MOST_BLOCKS} blocks would be needed"
     return f"inconclusive: {ratio} against {threshold:g}; {more}"
+
+
+def blocks_of(comparison: dict[str, Any]) -> list[Block]:
+    """The valid blocks of a comparison as (a1, b1, b2, a2). Raises UserError when it did not end well."""
+    return [tuple(block) for block in comparison["blocks"]]
