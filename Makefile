@@ -16,7 +16,7 @@ test: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check $(PATHS)
 	$(BIN)/ruff format --check $(PATHS)
-	$(BIN)/snakefmt --check --quiet Snakefile rules
+	$(BIN)/snakefmt --check Snakefile rules
 	$(BIN)/snakemake --lint
 
 format: .venv/installed

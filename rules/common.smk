@@ -42,6 +42,10 @@ RESULTS = f"results/{EXPERIMENT.experiment}"
 LOGS = f"logs/{EXPERIMENT.experiment}"
 SETTINGS = f"{RESULTS}/settings"
 PRESET = f"{RESULTS}/{{preset}}"
+STAGES = stages.stage_names(EXPERIMENT.tuning, EXPERIMENT.execution)
+SLOTS = {stage: stages.slots(stage, EXPERIMENT.tuning, EXPERIMENT.execution) for stage in STAGES}
+RECORD = f"{PRESET}/tuning/{{stage}}/slot{{slot}}.json"
+RUN = f"{PRESET}/matched/runs/{{arm}}-seed{{seed}}-repeat{{repeat}}"
 VOCABULARIES = {
     preset: load_preset(preset, EXPERIMENT, ROOT / "config/presets")[0].vocab_size for preset in EXPERIMENT.presets
 }
@@ -64,7 +68,7 @@ wildcard_constraints:
     tokenizer=r"[A-Za-z0-9._-]+",
     split="train|validation",
     index=r"\d+",
-    stage="|".join(stages.stage_names(EXPERIMENT.tuning, EXPERIMENT.execution)),
+    stage="|".join(STAGES),
     slot=r"\d+",
     arm="|".join(EXPERIMENT.matched.arms),
     seed=r"\d+",
@@ -125,7 +129,7 @@ def job(minutes, cpus, mem_mb, device):
         "constraint": slurm.constraint if device else None,
         "gpu": slurm.gpus if device and slurm.gpus else None,
         "gpu_model": slurm.gpu_type if device and slurm.gpus else None,
-        "slurm_extra": f"--reservation={slurm.reservation}" if slurm.reservation else None,
+        "slurm_extra": (f"--reservation={slurm.reservation}" if slurm.reservation else None),
     }
     return {key: value for key, value in wanted.items() if value is not None}
 
@@ -137,4 +141,83 @@ def measuring_job(minutes):
 
 def data_job():
     """Resources of a job that prepares data."""
-    return job(EXPERIMENT.slurm.data_minutes, EXPERIMENT.slurm.data_cpus, EXPERIMENT.slurm.data_mem_mb, device=False)
+    return job(
+        EXPERIMENT.slurm.data_minutes,
+        EXPERIMENT.slurm.data_cpus,
+        EXPERIMENT.slurm.data_mem_mb,
+        device=False,
+    )
+
+
+def shard_manifests(wildcards):
+    """One shard a C4 file, training files first."""
+    counts = {
+        "train": EXPERIMENT.data.train_files,
+        "validation": EXPERIMENT.data.validation_files,
+    }
+    return [
+        f"{RESULTS}/data/{wildcards.tokenizer}/shards/{split}-{index:05d}.json"
+        for split, count in counts.items()
+        for index in range(count)
+    ]
+
+
+def records_of(stage_names):
+    """Records of these stages' slots."""
+    return [f"{PRESET}/tuning/{stage}/slot{slot}.json" for stage in stage_names for slot in range(SLOTS[stage])]
+
+
+def earlier_records(wildcards):
+    """Records of the stages before this one, on which its candidates depend."""
+    names = STAGES[: STAGES.index(wildcards.stage)]
+    return expand(records_of(names), preset=wildcards.preset)
+
+
+def runs_of(path):
+    """`path` below every matched run of a preset."""
+    matched = EXPERIMENT.matched
+    return expand(
+        f"{RUN}/{path}",
+        arm=list(matched.arms),
+        seed=matched.seeds,
+        repeat=range(matched.repeats),
+        allow_missing=True,
+    )
+
+
+def arm_bases(wildcards):
+    """The tuner's executions that arms start from; arms that start from the default need no tuning."""
+    bases = sorted({arm.base for arm in EXPERIMENT.matched.arms.values()} - {"default"})
+    return {base: f"{RESULTS}/{wildcards.preset}/tuning/{base}.yaml" for base in bases}
+
+
+def base_options(wildcards, input):
+    """The options that name those executions."""
+    return " ".join(f"--{base} {input[base]}" for base in ("selected", "recommended") if input.get(base))
+
+
+def parity_results():
+    """Every parity check of the experiment."""
+    return [
+        *per_preset("parity/fresh.json"),
+        *per_matched_preset("parity/trained.json"),
+        f"{RESULTS}/parity/derivatives.json",
+    ]
+
+
+def parity_inputs(wildcards):
+    """Fresh weights are checked in the recommended execution, trained ones in the execution of their arm."""
+    folder = f"{RESULTS}/{wildcards.preset}"
+    if wildcards.state == "fresh":
+        return {"execution": f"{folder}/tuning/recommended.yaml"}
+    arm = EXPERIMENT.parity.arm
+    run = f"{folder}/matched/runs/{arm}-seed{EXPERIMENT.matched.seeds[0]}-repeat0"
+    return {
+        "execution": f"{folder}/matched/arms/{arm}.yaml",
+        "weights": f"{run}/weights.safetensors",
+    }
+
+
+def weights_option(wildcards, input):
+    """The option that names trained weights; none for a fresh model."""
+    return f"--weights {input.weights}" if input.get("weights") else ""

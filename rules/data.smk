@@ -1,24 +1,16 @@
 # C4 text -> tokenizer -> one shard a C4 file -> token cache -> recipe.
 
 
-def shard_manifests(wildcards):
-    """One shard a C4 file, training files first."""
-    counts = {"train": EXPERIMENT.data.train_files, "validation": EXPERIMENT.data.validation_files}
-    return [
-        f"{RESULTS}/data/{wildcards.tokenizer}/shards/{split}-{index:05d}.json"
-        for split, count in counts.items()
-        for index in range(count)
-    ]
-
-
 rule settings:
     output:
         f"{SETTINGS}/{{section}}.yaml",
     log:
         f"{LOGS}/settings/{{section}}.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         value=section,
-    localrule: True
     message:
         "Write the config's {wildcards.section} beside the results"
     shell:
@@ -33,10 +25,12 @@ rule fetch_data:
         f"{RESULTS}/data/sources.json",
     log:
         f"{LOGS}/fetch_data.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         source=source_digest("data"),
         store=STORE,
-    localrule: True
     message:
         "Find the C4 documents, or fetch them (the only step that may need the network)"
     shell:
@@ -53,6 +47,8 @@ rule make_tokenizer:
         manifest=f"{RESULTS}/data/{{tokenizer}}/tokenizer_manifest.json",
     log:
         f"{LOGS}/{{tokenizer}}/make_tokenizer.log",
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.data_cpus
     resources:
         **data_job(),
@@ -78,6 +74,8 @@ rule tokenize_file:
         f"{RESULTS}/data/{{tokenizer}}/shards/{{split}}-{{index}}.json",
     log:
         f"{LOGS}/{{tokenizer}}/tokenize/{{split}}-{{index}}.log",
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.data_cpus
     resources:
         **data_job(),
@@ -100,10 +98,12 @@ rule token_cache:
         f"{RESULTS}/data/{{tokenizer}}/token_cache.json",
     log:
         f"{LOGS}/{{tokenizer}}/token_cache.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         source=source_digest("data"),
         store=STORE,
-    localrule: True
     message:
         "Join the shards into the token cache {wildcards.tokenizer}"
     shell:
@@ -117,10 +117,12 @@ rule verify_data:
         caches=token_caches(),
     log:
         f"{LOGS}/verify_data.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         directory=EXPERIMENT.data.directory or "",
         store=STORE,
-    localrule: True
     message:
         "Check every file and shard against its checksum"
     shell:
@@ -135,6 +137,8 @@ rule resolve_recipe:
         f"{PRESET}/recipe.yaml",
     log:
         f"{LOGS}/{{preset}}/resolve_recipe.log",
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus
     resources:
         **measuring_job(5),

@@ -1,30 +1,5 @@
 # Matched runs: one recipe, several executions, trained over the whole budget.
 
-RUN = f"{PRESET}/matched/runs/{{arm}}-seed{{seed}}-repeat{{repeat}}"
-
-
-def runs_of(path):
-    """`path` below every matched run of a preset."""
-    matched = EXPERIMENT.matched
-    return expand(
-        f"{RUN}/{path}",
-        arm=list(matched.arms),
-        seed=matched.seeds,
-        repeat=range(matched.repeats),
-        allow_missing=True,
-    )
-
-
-def arm_bases(wildcards):
-    """The tuner's executions that arms start from; arms that start from the default need no tuning."""
-    bases = sorted({arm.base for arm in EXPERIMENT.matched.arms.values()} - {"default"})
-    return {base: f"{RESULTS}/{wildcards.preset}/tuning/{base}.yaml" for base in bases}
-
-
-def base_options(wildcards, input):
-    """The options that name those executions."""
-    return " ".join(f"--{base} {input[base]}" for base in ("selected", "recommended") if input.get(base))
-
 
 rule seed_recipe:
     input:
@@ -34,6 +9,8 @@ rule seed_recipe:
     log:
         f"{LOGS}/{{preset}}/matched/recipes/seed{{seed}}.log",
     localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     message:
         "The recipe of {wildcards.preset} with seed {wildcards.seed}"
     shell:
@@ -48,14 +25,20 @@ rule prove_recipes:
         arms=f"{SETTINGS}/arms.yaml",
     output:
         table=f"{PRESET}/matched/arms.json",
-        executions=expand(f"{PRESET}/matched/arms/{{arm}}.yaml", arm=list(EXPERIMENT.matched.arms), allow_missing=True),
+        executions=expand(
+            f"{PRESET}/matched/arms/{{arm}}.yaml",
+            arm=list(EXPERIMENT.matched.arms),
+            allow_missing=True,
+        ),
     log:
         f"{LOGS}/{{preset}}/matched/arms.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         folder=f"{PRESET}/matched/arms",
         bases=base_options,
         source=source_digest("matched"),
-    localrule: True
     message:
         "Prove that the arms of {wildcards.preset} differ in execution only"
     shell:
@@ -80,6 +63,8 @@ rule train_arm:
         f"{LOGS}/{{preset}}/matched/{{arm}}-seed{{seed}}-repeat{{repeat}}.log",
     benchmark:
         f"{LOGS}/{{preset}}/matched/{{arm}}-seed{{seed}}-repeat{{repeat}}.benchmark.tsv"
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus
     resources:
         **measuring_job(EXPERIMENT.slurm.train_minutes),
@@ -104,10 +89,12 @@ rule compare_matched:
         f"{PRESET}/matched/matched.json",
     log:
         f"{LOGS}/{{preset}}/matched/matched.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         reference=EXPERIMENT.matched.reference,
         source=source_digest("matched"),
-    localrule: True
     message:
         "Compare the matched runs of {wildcards.preset}"
     shell:

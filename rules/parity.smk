@@ -1,30 +1,6 @@
 # Parity: the fast path against the twice-differentiable reference, with trained and with fresh weights.
 
 
-def parity_results():
-    """Every parity check of the experiment."""
-    return [
-        *per_preset("parity/fresh.json"),
-        *per_matched_preset("parity/trained.json"),
-        f"{RESULTS}/parity/derivatives.json",
-    ]
-
-
-def parity_inputs(wildcards):
-    """Fresh weights are checked in the recommended execution, trained ones in the execution of their arm."""
-    folder = f"{RESULTS}/{wildcards.preset}"
-    if wildcards.state == "fresh":
-        return {"execution": f"{folder}/tuning/recommended.yaml"}
-    arm = EXPERIMENT.parity.arm
-    run = f"{folder}/matched/runs/{arm}-seed{EXPERIMENT.matched.seeds[0]}-repeat0"
-    return {"execution": f"{folder}/matched/arms/{arm}.yaml", "weights": f"{run}/weights.safetensors"}
-
-
-def weights_option(wildcards, input):
-    """The option that names trained weights; none for a fresh model."""
-    return f"--weights {input.weights}" if input.get("weights") else ""
-
-
 rule check_parity:
     input:
         unpack(parity_inputs),
@@ -37,6 +13,8 @@ rule check_parity:
         f"{LOGS}/{{preset}}/parity/{{state}}.log",
     benchmark:
         f"{LOGS}/{{preset}}/parity/{{state}}.benchmark.tsv"
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus
     resources:
         **measuring_job(EXPERIMENT.slurm.measure_minutes),
@@ -56,6 +34,8 @@ rule check_derivatives:
         f"{RESULTS}/parity/derivatives.json",
     log:
         f"{LOGS}/derivatives.log",
+    conda:
+        "../envs/speedproof.yaml"
     resources:
         **data_job(),
     params:

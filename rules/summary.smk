@@ -21,13 +21,16 @@ rule summarise:
         ),
     log:
         f"{LOGS}/summarise.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         experiment=EXPERIMENT.experiment,
+        results=RESULTS,
         source=source_digest("summary"),
-    localrule: True
     message:
         "Write the summary of {params.experiment}"
     shell:
-        "python src/scripts/summarise.py --experiment {params.experiment} --results {RESULTS}"
+        "python src/scripts/summarise.py --experiment {params.experiment} --results {params.results}"
         " --output {output.summary} --markdown {output.markdown} --tables {output.tables}"
         " --figures {output.figures} > {log} 2>&1"

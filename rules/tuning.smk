@@ -1,20 +1,5 @@
 # The tuner: fixed stages with a known number of slots, then the finalists, their parity and their confirmation.
 
-STAGES = stages.stage_names(EXPERIMENT.tuning, EXPERIMENT.execution)
-SLOTS = {stage: stages.slots(stage, EXPERIMENT.tuning, EXPERIMENT.execution) for stage in STAGES}
-RECORD = f"{PRESET}/tuning/{{stage}}/slot{{slot}}.json"
-
-
-def records_of(stage_names):
-    """Records of these stages' slots."""
-    return [f"{PRESET}/tuning/{stage}/slot{slot}.json" for stage in stage_names for slot in range(SLOTS[stage])]
-
-
-def earlier_records(wildcards):
-    """Records of the stages before this one, on which its candidates depend."""
-    names = STAGES[: STAGES.index(wildcards.stage)]
-    return expand(records_of(names), preset=wildcards.preset)
-
 
 rule plan_stage:
     input:
@@ -27,9 +12,11 @@ rule plan_stage:
         f"{PRESET}/tuning/{{stage}}/plan.json",
     log:
         f"{LOGS}/{{preset}}/tuning/{{stage}}/plan.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         source=source_digest("stages"),
-    localrule: True
     message:
         "Name the candidates of stage {wildcards.stage} for {wildcards.preset}"
     shell:
@@ -50,6 +37,8 @@ rule measure_candidate:
         f"{LOGS}/{{preset}}/tuning/{{stage}}/slot{{slot}}.log",
     benchmark:
         f"{LOGS}/{{preset}}/tuning/{{stage}}/slot{{slot}}.benchmark.tsv"
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus
     resources:
         **measuring_job(EXPERIMENT.slurm.measure_minutes),
@@ -74,9 +63,11 @@ rule plan_finalists:
         f"{PRESET}/tuning/finalists.json",
     log:
         f"{LOGS}/{{preset}}/tuning/finalists.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         source=source_digest("stages"),
-    localrule: True
     message:
         "Rank the candidates of {wildcards.preset} and name the one to confirm"
     shell:
@@ -97,6 +88,8 @@ rule confirm_finalist:
         f"{LOGS}/{{preset}}/tuning/comparison.log",
     benchmark:
         f"{LOGS}/{{preset}}/tuning/comparison.benchmark.tsv"
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus
     resources:
         **measuring_job(EXPERIMENT.slurm.compare_minutes),
@@ -124,6 +117,8 @@ rule check_finalists:
         f"{LOGS}/{{preset}}/tuning/finalist_parity.log",
     benchmark:
         f"{LOGS}/{{preset}}/tuning/finalist_parity.benchmark.tsv"
+    conda:
+        "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus
     resources:
         **measuring_job(EXPERIMENT.slurm.measure_minutes),
@@ -150,9 +145,11 @@ rule recommend:
         table=f"{PRESET}/tuning/tuning.json",
     log:
         f"{LOGS}/{{preset}}/tuning/recommend.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
     params:
         source=source_digest("stages"),
-    localrule: True
     message:
         "Write selected.yaml and recommended.yaml of {wildcards.preset}"
     shell:
