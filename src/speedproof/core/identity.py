@@ -9,11 +9,25 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
+READING = ("data/loader.py", "data/token_cache.py")
+"""From the store's shards to batches: part of whatever is trained or measured."""
+
 SOURCES: dict[str, tuple[str, ...]] = {
-    "data": ("data/corpus.py", "data/embedded.py", "data/hub.py", "data/tokenizer.py", "data/token_cache.py"),
-    "training": ("model", "data/loader.py", "training"),
-    "measure": ("model", "data/loader.py", "training", "measure/worker.py"),
-    "parity": ("model", "data/loader.py", "training", "evidence/parity.py", "evidence/derivatives.py"),
+    "embedded": ("data/embedded.py",),
+    "tokenizer": ("data/corpus.py", "data/tokenizer.py"),
+    "shards": ("data/corpus.py", "data/tokenizer.py", "data/shards.py"),
+    "data": (
+        "data/corpus.py",
+        "data/embedded.py",
+        "data/hub.py",
+        "data/shards.py",
+        "data/sources.py",
+        "data/token_cache.py",
+        "data/tokenizer.py",
+    ),
+    "training": ("model", *READING, "training"),
+    "measure": ("model", *READING, "training", "measure/worker.py"),
+    "parity": ("model", *READING, "training", "evidence/parity.py", "evidence/derivatives.py"),
     "stages": ("evidence/stages.py", "evidence/tuner.py", "evidence/recommend.py", "evidence/statistics.py"),
     "matched": ("evidence/matched.py", "evidence/statistics.py"),
     "summary": ("evidence/summary.py", "evidence/published.py", "evidence/plots.py", "evidence/statistics.py"),
