@@ -189,14 +189,17 @@ def subset_blocks(tokens: Tokens, recipe: Recipe) -> np.ndarray:
 
 
 def to_device(
-    rows: np.ndarray, valid: np.ndarray | None, device: torch.device | str
+    rows: np.ndarray | torch.Tensor, valid: np.ndarray | None, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, int64 (b, T) each, on `device` from uint16 rows (b, T + 1); only here are ids 64 bits wide.
 
-    Targets past `valid` (b,) become -100. On CUDA the 2-byte ids are copied from pinned memory without waiting.
+    Targets past `valid` (b,) become -100. On CUDA the 2-byte ids are copied from pinned memory without waiting. Rows
+    that are an int64 tensor lie on the device already, as a synthetic batch does.
     """
     device = torch.device(device)
-    if device.type == "cuda":
+    if isinstance(rows, torch.Tensor):
+        ids = rows
+    elif device.type == "cuda":
         # As signed 16 bits: few operations know unsigned ones. The mask takes the sign off again.
         narrow = torch.from_numpy(np.ascontiguousarray(rows).view(np.int16)).pin_memory()
         ids = narrow.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
