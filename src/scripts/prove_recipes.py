@@ -37,7 +37,7 @@ def main(
     for key, values in found["differing"].items():
         print(f"{key:<20} " + "  ".join(f"{name}: {value}" for name, value in values.items()))
     for a, b in found["identical"]:
-        print(f"{a} and {b} are the same execution: a difference between them is noise")
+        print(f"{a} and {b} are the same execution: nothing but noise can lie between them")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def run(name, loss, rate, session, *, seed=42, repeat=0, update=None, full=None,
         "compiles": 1,
         "partial_shapes": [],
         "resumed": False,
-        "environment": {"class": {"gpu": "H200"}, "facts": {}},
+        "environment": {"class": {"gpu": "H200"}, "facts": {"compiler_cache_warm": True}},
     }
     return Run(name, seed, repeat, result | changes, recipe, first)
 
@@ -137,6 +137,7 @@ def test_the_published_break_even():
 def test_phases_sum_to_the_process():
     for row in compared()["runs"]:
         assert sum(row["phases_s"].values()) == pytest.approx(row["process_s"])
+    assert compared()["arms"]["recommended"]["compiler_cache_warm"] is True
     phases = compared()["arms"]["recommended"]["phases_s"]
     assert phases["compile"] == pytest.approx(5.0)
     assert phases["updates"] == pytest.approx(65.22 - 5.0)

@@ -40,6 +40,7 @@ def record(name, execution, rate, status="ok", spread=0.0):
         "status": status,
         "reason": None if status == "ok" else f"it ended as {status}",
         "recipe": RECIPE.plain(),
+        "environment": {"class": {"cpu": "this one"}},
         "protocol": CONFIG.protocol.measuring(),
         "execution": execution,
         "targets_per_s": rate if status == "ok" else None,
@@ -265,6 +266,9 @@ def test_records_of_another_recipe_or_protocol_are_refused():
     other[2] = other[2] | {"protocol": CONFIG.protocol.measuring() | {"windows": 9}}
     with pytest.raises(UserError, match=r"protocol.windows 9, not 3"):
         tuned(other)
+    other[2] = records[2] | {"environment": {"class": {"cpu": "that one"}}}
+    with pytest.raises(UserError, match=r"machine.cpu 'that one', not 'this one'"):
+        tuned(other)
 
 
 def test_a_missing_record_is_named():
@@ -312,6 +316,7 @@ def settled(ratio=2.0, blocks=3, fails=(), pretend=None, noise=0.001):
         checks.append({"name": entry["name"], "execution": entry["execution"], "holds": entry["name"] not in fails})
         if checks[-1]["holds"]:
             break
+    checks.append({"name": "default", "execution": found["default"], "holds": "eager, microbatch 4" not in fails})
     name = found["recommended_name"]
     last = {
         "name": name,
@@ -334,7 +339,7 @@ def test_retained_and_confirmed_is_recommended():
     assert table["recommended"]["name"] == "compiled, microbatch 16"
     assert table["selected"]["name"] == "compiled, microbatch 16, sdpa_backend flash"
     assert table["confirmation"]["verdict"] == "retain"
-    assert table["confirmation"]["no_regression"] == "retain"
+    assert table["confirmation"]["no_regression"] == "no regression"
     assert table["confirmation"]["blocks"] == 3
     default = next(r for r in table["rows"] if r["execution"] == DEFAULT.plain())
     assert (default["ratio_to_default"], default["peak_bytes"], default["warmup_s"]) == (1.0, 1000, 2.0)
@@ -367,6 +372,11 @@ def test_speed_without_parity_is_no_result():
     assert table["selected"]["name"] not in (fast, "compiled, microbatch 16")
     assert table["recommended"]["execution"] == DEFAULT.plain()
     assert "gradient error 0.07" in table["recommended"]["reason"]
+    everything = [r["name"] for r in table["rows"]]
+    with pytest.raises(UserError, match="finalist_parity: no execution"):
+        settled(fails=everything)
+    with pytest.raises(UserError, match="the default execution is left, and it fails parity"):
+        settled(ratio=1.0, fails=["eager, microbatch 4"])
 
 
 def test_a_control_recommends_the_default_and_gives_the_noise():

@@ -15,6 +15,7 @@ from speedproof.evidence.statistics import (
     log_ratio,
     mean_interval,
     ratio_interval,
+    regression,
     verdict,
 )
 
@@ -105,9 +106,9 @@ def test_verdicts_at_the_edges():
     assert verdict(ratio(1.01, 1.05), 1.05) == "inconclusive"
     assert verdict(ratio(1.01, 1.0499), 1.05) == "reject"
     assert verdict(ratio(1.9, 2.1, blocks=2), 1.05) == "inconclusive"
-    # no regression is the same question at 0.98
-    assert verdict(ratio(0.985, 1.01), 0.98) == "retain"
-    assert verdict(ratio(0.95, 0.97), 0.98) == "reject"
+    assert regression(ratio(0.98, 1.01), 0.98) == "no regression"
+    assert regression(ratio(0.97, 1.01), 0.98) == "inconclusive"
+    assert regression(ratio(0.95, 0.97), 0.98) == "regression"
 
 
 def test_blocks_that_decide_are_the_fewest():

@@ -169,6 +169,7 @@ def _arm(runs: list[Run], reference: list[Run]) -> dict[str, Any]:
         found[key] = None if resumed else stdlib.median(r[key] for r in results)
     first = next((run for run in runs if not run.result["resumed"]), runs[0])
     found["phases_s"] = first.phases_s
+    found["compiler_cache_warm"] = (first.result["environment"].get("facts") or {}).get("compiler_cache_warm")
     return found | _speedups(runs, reference) | _losses(runs, reference) | _break_even(runs, reference)
 
 
@@ -203,7 +204,7 @@ def _speedups(runs: list[Run], reference: list[Run]) -> dict[str, Any]:
 
 
 def _machine(run: Run) -> dict[str, Any]:
-    return (run.result.get("environment") or {}).get("class") or {}
+    return run.result["environment"]["class"]
 
 
 def _spread(runs: list[Run]) -> float | None:

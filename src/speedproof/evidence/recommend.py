@@ -70,7 +70,7 @@ def confirmation(
         return found | {"verdict": None, "no_regression": None, "blocks_that_decide": None, "reason": reason}
     return found | {
         "verdict": statistics.verdict(ratio, retention),
-        "no_regression": statistics.verdict(ratio, no_regression),
+        "no_regression": statistics.regression(ratio, no_regression),
         "reason": statistics.explain(ratio, retention),
     }
 
@@ -114,19 +114,21 @@ def _recommended(
         "targets_per_s": default_rate,
         "parity": checks.get(digest(finalists["default"])),
     }
-    holds = check is not None and check["holds"]
     if confirmed["control"]:
-        if check is not None and not holds:
-            raise UserError(f"finalist_parity: the default execution fails parity ({check.get('reason')}); mend it")
-        return default | {"reason": "the default: no candidate was retained against it"}
-    if not holds:
-        why = check.get("reason") if check else "it was not checked"
-        return default | {"reason": f"the default: {challenger['name']} fails parity ({why})"}
-    if default_rate is None:
+        why = "no candidate was retained against it"
+    elif check is None or not check["holds"]:
+        why = f"{challenger['name']} fails parity ({check.get('reason') if check else 'it was not checked'})"
+    elif default_rate is None:
         return challenger | {"reason": "the default did not run, so there was nothing to confirm against"}
-    if confirmed["verdict"] == "retain":
+    elif confirmed["verdict"] == "retain":
         return challenger | {"reason": f"confirmed against the default: {confirmed['reason']}"}
-    return default | {"reason": f"the default: {challenger['name']} was not confirmed: {confirmed['reason']}"}
+    else:
+        why = f"{challenger['name']} was not confirmed: {confirmed['reason']}"
+    own = default["parity"]
+    if own is None or not own["holds"]:
+        found = own.get("reason") if own else "it was not checked"
+        raise UserError(f"finalist_parity: the default execution is left, and it fails parity ({found}); mend it")
+    return default | {"reason": f"the default: {why}"}
 
 
 def _rate(record: dict[str, Any] | None) -> float | None:

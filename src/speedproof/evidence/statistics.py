@@ -112,7 +112,7 @@ def ratio_interval(blocks: Sequence[Block]) -> Ratio:
 
 
 def verdict(ratio: Ratio, threshold: float) -> Verdict:
-    """retain: the whole interval reaches `threshold` (1.05 for a gain, 0.98 for no regression).
+    """retain: the whole interval reaches `threshold`, the smallest ratio that counts as a gain.
 
     reject: all of it lies below. Else, and always below three blocks: inconclusive.
     """
@@ -121,6 +121,12 @@ def verdict(ratio: Ratio, threshold: float) -> Verdict:
     if ratio.low >= threshold:
         return "retain"
     return "reject" if ratio.high < threshold else "inconclusive"
+
+
+def regression(ratio: Ratio, bound: float) -> Literal["no regression", "regression", "inconclusive"]:
+    """The same question of whether B is no slower than A: at or above `bound`, 0.98 say, it is no regression."""
+    found = verdict(ratio, bound)
+    return "no regression" if found == "retain" else "regression" if found == "reject" else "inconclusive"
 
 
 def blocks_that_decide(ratio: Ratio, threshold: float) -> int | None:

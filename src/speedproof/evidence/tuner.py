@@ -302,16 +302,21 @@ def _nothing_ran(tuner: Tuner) -> str:
 
 
 def _check_alike(records: Sequence[dict[str, Any]], recipe: Recipe) -> None:
-    """Raise UserError naming the key where records were not measured on one recipe by one protocol."""
+    """Raise UserError naming the key where records differ in recipe, protocol or class of machine."""
     for record in records:
         wanted = recipe.plain()
         if recipe.precision == "auto":  # resolved by the machine that measured
             wanted["precision"] = records[0]["recipe"]["precision"]
         found = differences(wanted, record["recipe"], "recipe")
         found |= differences(records[0]["protocol"], record["protocol"], "protocol")
+        found |= differences(_machine(records[0]), _machine(record), "machine")
         if found:
             key, (expected, value) = next(iter(found.items()))
             raise UserError(
                 f"records: {record.get('name')!r} was measured with {key} {value!r}, not {expected!r}; "
-                "records are compared only on one recipe by one protocol, so measure it again"
+                "records are compared only on one recipe, by one protocol, on one class of machine; measure it again"
             )
+
+
+def _machine(record: dict[str, Any]) -> dict[str, Any]:
+    return (record.get("environment") or {}).get("class") or {}
