@@ -279,7 +279,7 @@ def test_a_missing_record_is_named():
 
 def compared(pair, ratio, blocks=3, noise=0.001):
     made = [[1.0, ratio * (1 + noise * k), ratio, 1.0] for k in range(blocks)]
-    return {"a": pair["default"], "b": pair["recommended"], "status": "ok", "blocks": made}
+    return {"a": pair["default"], "b": pair["recommended"], "status": "ok", "reason": None, "blocks": made}
 
 
 def test_with_stage_blocks_the_interval_decides():
@@ -297,6 +297,24 @@ def test_with_stage_blocks_the_interval_decides():
         assert found["decisions"][0]["low"] < ratio * 1.002
     with pytest.raises(UserError, match="comparisons: none holds"):
         finalists(tuned(records, only, stage_blocks=3))
+
+
+def test_blocks_as_they_are_measured_can_be_judged():
+    """In blocks of either order, drift cancels, and A stays the default."""
+    from speedproof.evidence.statistics import judge
+    from speedproof.measure.comparison import KEPT, run_blocks, settled
+
+    fast = DEFAULT.model_copy(update={"microbatch": 16})
+    started = iter(range(100))
+
+    def run_one(execution):
+        rate = 1000.0 * 1.005 ** next(started) * (1.2 if execution == fast else 1.0)
+        return dict.fromkeys(KEPT) | {"status": "ok", "targets_per_s": rate}
+
+    found = judge(settled(run_blocks(DEFAULT, fast, 3, run_one), 3), 1.05)
+    assert found["ratio"] == pytest.approx(1.2)
+    assert found["high"] - found["low"] < 1e-9
+    assert (found["verdict"], found["blocks"]) == ("retain", 3)
 
 
 def test_an_unchallenged_incumbent_makes_a_control():
@@ -353,7 +371,7 @@ def test_retained_and_confirmed_is_recommended():
         (1.10, 3, 0.1, "inconclusive", "blocks would decide"),
         (3.00, 2, 0.001, "inconclusive", "fewer than 3 blocks"),
         (3.00, 1, 0.001, "inconclusive", "fewer than 3 blocks"),
-        (3.00, 0, 0.001, "inconclusive", "no block was valid"),
+        (3.00, 0, 0.001, "inconclusive", "no block is valid"),
     ],
 )
 def test_what_is_not_confirmed_leaves_the_default(ratio, blocks, noise, verdict, why):

@@ -12,10 +12,12 @@ from speedproof.evidence.statistics import (
     Ratio,
     blocks_that_decide,
     explain,
+    judge,
     log_ratio,
     mean_interval,
+    mean_rates,
+    no_regression,
     ratio_interval,
-    regression,
     verdict,
 )
 
@@ -106,9 +108,38 @@ def test_verdicts_at_the_edges():
     assert verdict(ratio(1.01, 1.05), 1.05) == "inconclusive"
     assert verdict(ratio(1.01, 1.0499), 1.05) == "reject"
     assert verdict(ratio(1.9, 2.1, blocks=2), 1.05) == "inconclusive"
-    assert regression(ratio(0.98, 1.01), 0.98) == "no regression"
-    assert regression(ratio(0.97, 1.01), 0.98) == "inconclusive"
-    assert regression(ratio(0.95, 0.97), 0.98) == "regression"
+
+
+def comparison(logs, asked=None):
+    """A comparison whose valid blocks have these log ratios, of `asked` ones."""
+    short = asked is not None and len(logs) < asked
+    status, reason = ("incomplete", f"{len(logs)} of {asked} blocks are valid (timeout)") if short else ("ok", None)
+    return {"blocks": [list(b) for b in blocks_of(logs)], "status": status, "reason": reason}
+
+
+def test_no_regression_is_the_same_question_lower_down():
+    assert no_regression(comparison([0.0, 0.001, -0.001]), 0.98) == "no regression"
+    assert no_regression(comparison([-0.1, -0.101, -0.102]), 0.98) == "regression"
+    assert no_regression(comparison([-0.02, 0.0, 0.02]), 0.98) == "inconclusive"
+
+
+def test_a_comparison_that_fell_short_decides_nothing():
+    logs = [0.5, 0.501, 0.502]
+    assert judge(comparison(logs), 1.05)["verdict"] == "retain"
+    short = judge(comparison(logs, asked=4), 1.05)
+    assert short["verdict"] == "inconclusive"
+    assert "3 of 4 blocks are valid (timeout)" in short["reason"]
+    assert short["ratio"] == pytest.approx(math.exp(0.501))
+    none = judge(comparison([], asked=3), 1.05)
+    assert (none["verdict"], none["ratio"], none["blocks"]) == ("inconclusive", None, 0)
+
+
+def test_mean_rates_have_the_ratio_as_their_quotient():
+    found = {"blocks": [list(ROPE), [2.0, 3.0, 4.0, 2.5]]}
+    a, b = mean_rates(found)
+    assert b / a == pytest.approx(ratio_interval(found["blocks"]).ratio)
+    assert a == pytest.approx((1.268 * 1.270 * 2.0 * 2.5) ** 0.25)
+    assert mean_rates({"blocks": []}) == (None, None)
 
 
 def test_blocks_that_decide_are_the_fewest():

@@ -58,21 +58,19 @@ def confirmation(
         raise UserError(
             "comparison: its executions are not the default and the recommended one of the finalists; compare again"
         )
-    found: dict[str, Any] = {"name": finalists["recommended_name"], "control": pair[0] == pair[1]}
-    blocks = statistics.blocks_of(comparison)
-    if not blocks:
-        reason = comparison.get("reason") or "no block was valid"
-        return found | {"verdict": "inconclusive", "no_regression": "inconclusive", "reason": reason, "blocks": 0}
-    ratio = statistics.ratio_interval(blocks)
-    found |= ratio.plain() | {"blocks_that_decide": statistics.blocks_that_decide(ratio, retention)}
-    if found["control"]:
-        reason = f"control, the default against itself: {ratio}"
-        return found | {"verdict": None, "no_regression": None, "blocks_that_decide": None, "reason": reason}
-    return found | {
-        "verdict": statistics.verdict(ratio, retention),
-        "no_regression": statistics.regression(ratio, no_regression),
-        "reason": statistics.explain(ratio, retention),
+    default_rate, rate = statistics.mean_rates(comparison)
+    found = statistics.judge(comparison, retention) | {
+        "name": finalists["recommended_name"],
+        "control": pair[0] == pair[1],
+        "default_targets_per_s": default_rate,
+        "targets_per_s": rate,
+        "rates_targets_per_s": comparison["blocks"],
+        "repeated_blocks": comparison.get("repeated_blocks"),
     }
+    if found["control"]:
+        reason = f"control, the default against itself: {found['label']}"
+        return found | {"verdict": None, "no_regression": None, "blocks_that_decide": None, "reason": reason}
+    return found | {"no_regression": statistics.no_regression(comparison, no_regression)}
 
 
 def _checks(parity: dict[str, Any]) -> dict[str, dict[str, Any]]:

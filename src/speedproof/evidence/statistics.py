@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from speedproof.core.errors import UserError
 
-Block = tuple[float, float, float, float]
+Block = tuple[float, ...]
 """Rates (targets/s) of one block as (a1, b1, b2, a2): the two runs of A outside, the two of B inside, whichever of
 A B B A and B A A B (then: b1, a1, a2, b2 in time) they ran in."""
 
@@ -123,10 +123,9 @@ def verdict(ratio: Ratio, threshold: float) -> Verdict:
     return "reject" if ratio.high < threshold else "inconclusive"
 
 
-def regression(ratio: Ratio, bound: float) -> Literal["no regression", "regression", "inconclusive"]:
-    """The same question of whether B is no slower than A: at or above `bound`, 0.98 say, it is no regression."""
-    found = verdict(ratio, bound)
-    return "no regression" if found == "retain" else "regression" if found == "reject" else "inconclusive"
+def no_regression(comparison: dict[str, Any], bound: float) -> str:
+    """Whether B is no slower than A: "no regression" at or above `bound`, 0.98 say, "regression" or "inconclusive"."""
+    return {"retain": "no regression", "reject": "regression"}.get(judge(comparison, bound)["verdict"], "inconclusive")
 
 
 def blocks_that_decide(ratio: Ratio, threshold: float) -> int | None:
@@ -158,6 +157,27 @@ def explain(ratio: Ratio, threshold: float) -> str:
     return f"inconclusive: {ratio} against {threshold:g}; {more}"
 
 
-def blocks_of(comparison: dict[str, Any]) -> list[Block]:
-    """The valid blocks of a comparison as (a1, b1, b2, a2). Raises UserError when it did not end well."""
-    return [tuple(block) for block in comparison["blocks"]]
+def judge(comparison: dict[str, Any], threshold: float) -> dict[str, Any]:
+    """Ratio of a comparison's valid blocks, the verdict on `threshold` and the reason for it, JSON-ready.
+
+    The number of blocks was fixed before the first, so one that fell short of it is inconclusive: a challenger that
+    fails now and then must not be retained on the blocks that it survived.
+    """
+    blocks = [tuple(block) for block in comparison["blocks"]]
+    if not blocks:
+        none = dict.fromkeys(("ratio", "low", "high", "smallest_effect", "deviation", "label", "blocks_that_decide"))
+        return none | {"blocks": 0, "verdict": "inconclusive", "reason": comparison["reason"] or "no block is valid"}
+    ratio = ratio_interval(blocks)
+    found = ratio.plain() | {"blocks_that_decide": blocks_that_decide(ratio, threshold)}
+    if comparison["status"] != "ok":
+        return found | {"verdict": "inconclusive", "reason": f"inconclusive: {comparison['reason']}; {ratio}"}
+    return found | {"verdict": verdict(ratio, threshold), "reason": explain(ratio, threshold)}
+
+
+def mean_rates(comparison: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Geometric mean rate of A and of B in targets/s, whose quotient is the ratio; None without a valid block."""
+    logs = [(math.log(a1 * a2) / 2, math.log(b1 * b2) / 2) for a1, b1, b2, a2 in comparison["blocks"]]
+    if not logs:
+        return None, None
+    a, b = (math.exp(math.fsum(side) / len(logs)) for side in zip(*logs, strict=True))
+    return a, b

@@ -230,20 +230,19 @@ class Tuner:
             reason = "the incumbent is the stage's fastest, or tied with it and simpler"
             return Decision(plan.stage, incumbent, challenger, False, "none", reason, {"ratio": 1.0})
         if self.stage_blocks:
-            ratio = statistics.ratio_interval(self._blocks(incumbent, challenger))
-            retained = statistics.verdict(ratio, threshold) == "retain"
-            reason = statistics.explain(ratio, threshold)
-            return Decision(plan.stage, incumbent, challenger, retained, "A B B A blocks", reason, ratio.plain())
+            found = statistics.judge(self._comparison(incumbent, challenger), threshold)
+            retained = found["verdict"] == "retain"
+            return Decision(plan.stage, incumbent, challenger, retained, "A B B A blocks", found["reason"], found)
         value = challenger.rate / incumbent.rate
         retained = value >= threshold
         reason = f"{value:.3f} {'reaches' if retained else 'lies below'} {threshold:g}, by single records"
         return Decision(plan.stage, incumbent, challenger, retained, "single records", reason, {"ratio": value})
 
-    def _blocks(self, incumbent: Candidate, challenger: Candidate) -> list[statistics.Block]:
+    def _comparison(self, incumbent: Candidate, challenger: Candidate) -> dict[str, Any]:
         pair = (incumbent.execution.plain(), challenger.execution.plain())
         for comparison in self.comparisons:
             if (comparison["a"], comparison["b"]) == pair:
-                return statistics.blocks_of(comparison)
+                return comparison
         raise UserError(
             f"comparisons: none holds {incumbent.name!r} against {challenger.name!r}, and protocol.stage_blocks is "
             f"{self.stage_blocks}; compare this stage's challenger first"
