@@ -96,7 +96,8 @@ def test_term_to_the_caller_ends_the_worker_first(tmp_path):
         "from speedproof.measure.isolate import run_isolated\n"
         "inner = 'import os, sys, time; open(sys.argv[1], \"w\").write(str(os.getpid())); time.sleep(600)'\n"
         "try:\n"
-        f"    run_isolated([sys.executable, '-c', inner, {str(tmp_path / 'pid')!r}], 60, Path({str(tmp_path / 'log')!r}))\n"
+        f"    command = [sys.executable, '-c', inner, {str(tmp_path / 'pid')!r}]\n"
+        f"    run_isolated(command, 60, Path({str(tmp_path / 'log')!r}))\n"
         "except Preempted: sys.exit(75)\n"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": isolate.python_path()})

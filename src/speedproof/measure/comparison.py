@@ -15,7 +15,8 @@ from speedproof.core.identity import digest, source_digest
 from speedproof.core.store import Store
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
-from speedproof.measure.records import keep_sources, measure_once, measuring_part
+from speedproof.measure.once import measure_once
+from speedproof.measure.records import keep_sources, measuring_part
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Protocol
 from speedproof.settings.recipe import Recipe
