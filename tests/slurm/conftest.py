@@ -1,0 +1,75 @@
+"""The one-node SLURM of `cluster.sh` as a fixture: commands run on it, jobs are submitted, their accounts are read.
+
+`cluster` asks `cluster.sh status` and skips when nothing is up: tests never start services by themselves, and never
+touch a site's own SLURM, since some of them take a node down.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+class Cluster:
+    """The running test cluster. `env` is what a command needs to reach it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        self.env["SLURM_CONF"] = str(folder / "etc/slurm.conf")
+        self.env["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+
+    def run(self, *command: str, check: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command against the cluster; with `check`, a failure shows what it printed."""
+        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=120)
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def submit(self, script: str, *options: str, output: Path) -> str:
+        """Submit a shell line and return its job id."""
+        return self.run("sbatch", "--parsable", f"--output={output}", *options, f"--wrap={script}").stdout.strip()
+
+    def account(self, job: str, *fields: str, runs: bool = False) -> list[list[str]]:
+        """The rows of sacct for a job without its steps; `runs` also lists those that were requeued.
+
+        The row of a job that ends at once is incomplete for about a second: it has no partition yet.
+        """
+        every = ["--duplicates"] if runs else []
+        command = ["sacct", "-X", "-P", "-n", *every, "-j", job, f"--format=Partition,{','.join(fields)}"]
+        for _ in range(50):
+            rows = [line.split("|") for line in self.run(*command).stdout.splitlines()]
+            if all(partition for partition, *_ in rows):
+                return [row for _, *row in rows]
+            time.sleep(0.2)
+        raise AssertionError(f"job {job}: sacct knows no partition: {rows}")
+
+    def states(self, job: str) -> list[str]:
+        """The state of each run of a job, the first one first, as sacct words it."""
+        return [state for (state,) in self.account(job, "State", runs=True)]
+
+    def wait(self, job: str, wanted: Callable[[list[str]], bool], seconds: float = 90) -> list[str]:
+        """Wait until the states of a job are as wanted; fail with the last ones seen."""
+        end = time.monotonic() + seconds
+        while not wanted(states := self.states(job)):
+            assert time.monotonic() < end, f"job {job}: still {states} after {seconds} s"
+            time.sleep(0.3)
+        return states
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The test cluster, emptied of jobs afterwards; skips when it is not up."""
+    status = subprocess.run([HERE / "cluster.sh", "status"], capture_output=True, text=True)
+    if status.returncode:
+        pytest.skip("no SLURM: run tests/slurm/cluster.sh up")
+    conf = status.stdout.splitlines()[0].removeprefix("export SLURM_CONF=")
+    cluster = Cluster(Path(conf).parents[1])
+    yield cluster
+    cluster.run("scancel", "--state=PENDING,RUNNING", check=False)
