@@ -30,7 +30,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "parity": ("model", *READING, "training", "evidence/parity.py", "evidence/derivatives.py"),
     "stages": ("evidence/stages.py", "evidence/tuner.py", "evidence/recommend.py", "evidence/statistics.py"),
     "matched": ("evidence/arms.py", "evidence/matched.py", "evidence/statistics.py"),
-    "summary": ("evidence/summary.py", "evidence/published.py", "evidence/plots.py", "evidence/statistics.py"),
+    "summary": (
+        "evidence/summary.py",
+        "evidence/tables.py",
+        "evidence/published.py",
+        "evidence/plots.py",
+        "evidence/statistics.py",
+    ),
 }
 """The parts of the package that can change each kind of costly result."""
 

@@ -17,9 +17,11 @@ PHASES = {
     "startup": "#bbbbbb",
     "compile": "#e69f00",
     "updates": "#0072b2",
+    "subset scan": "#f0e442",
     "epoch validation": "#56b4e9",
     "checkpoints": "#cc79a7",
     "full validation": "#009e73",
+    "other": "#dddddd",
 }
 """Parts of a session in the order in which they happen, with their colours."""
 

@@ -1,0 +1,271 @@
+"""A summary as people read it: summary.md with the verdicts first, CSV tables, and the rows behind the figures."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from speedproof.evidence.plots import PHASES
+
+MEGA = 1e6
+GIB = 2**30
+
+
+def verdict_table(summary: dict[str, Any]) -> str:
+    """The verdicts as aligned text, under 100 columns: what the last step prints and summary.md begins with."""
+    head = ("preset", "arm", "targets/s", "steady", "session", "loss diff.", "parity", "confirmed against the default")
+    rows = [
+        (
+            row["preset"],
+            row["arm"],
+            _number(row["targets_per_s"], ",.0f"),
+            _number(row["speedup_steady"], ".2f", "×"),
+            _number(row["speedup_session"], ".2f", "×"),
+            "reference" if row["reference"] else _number(row["loss_difference_nats"], "+.6f"),
+            {True: "holds", False: "FAILS", None: "–"}[row["parity_holds"]],
+            _confirmed(row),
+        )
+        for row in summary["verdicts"]
+    ]
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    right = {2, 3, 4, 5}
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def _confirmed(row: dict[str, Any]) -> str:
+    if row["verdict"] is None or row["verdict"] == "default":
+        return row["verdict"] or "–"
+    interval = f" [{row['low']:.2f}, {row['high']:.2f}]" if row["low"] is not None else ""
+    return f"{row['verdict']} {_number(row['ratio'], '.2f', '×')}{interval}"
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """What must be read with the verdicts: the recommended execution and why, losses, machines, failed proofs."""
+    lines = []
+    for preset, tuning in summary["tuning"].items():
+        recommended = tuning["recommended"]
+        lines.append(f"{preset}: recommended is {recommended['name']}; {recommended['reason']}.")
+    for preset, matched in summary["matched"].items():
+        lines += [f"{preset}: arms {a} and {b} are the same execution." for a, b in matched.get("identical", [])]
+        for name in matched["order"]:
+            arm = matched["arms"][name]
+            if name != matched["reference"]:
+                lines.append(f"{preset}, {name}: {arm['loss_statement']}.")
+            if arm.get("reason"):
+                lines.append(f"{preset}, {name}: {arm['reason']}.")
+    for preset, checks in summary["parity"].items():
+        lines += [f"{preset}: parity of {k} weights fails: {c['reason']}." for k, c in checks.items() if not c["holds"]]
+    environment = summary["environment"]
+    if environment["differing"] or len(environment["hosts"]) > 1:
+        what = f" that differ in {', '.join(environment['differing'])}" if environment["differing"] else ""
+        lines.append(
+            f"Results come from several machines{what} ({', '.join(environment['hosts'])}): compare with care."
+        )
+    return lines
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """summary.md: verdicts, notes, tuning, matched runs, parity, published beside measured."""
+    device = summary["device"]["name"]
+    parts = [
+        f"# {summary['experiment']}",
+        f"Measured on {device}, torch {summary['environment']['class'].get('torch')}. Speed-ups are ratios to the "
+        "reference arm; intervals are of fresh A B B A blocks against the default execution.",
+        f"```\n{verdict_table(summary)}\n```",
+        "\n".join(f"- {line}" for line in notes(summary)),
+    ]
+    for preset, tuning in summary["tuning"].items():
+        parts += [f"## Tuning of {preset}", _tuning(tuning), _decisions(tuning)]
+    for preset, matched in summary["matched"].items():
+        parts += [f"## Matched runs of {preset}", _matched(matched), "### Where the seconds went", _waterfall(matched)]
+    parts += ["## Parity", _parity(summary)]
+    parts += ["## Published beside measured", f"Published by others: {summary['published_source']}"]
+    parts += [_published(summary)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _tuning(tuning: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["stage"],
+            row["name"],
+            _number(row["targets_per_s"], ",.0f"),
+            _number(row["ratio_to_default"], ".3f"),
+            _number(row["warmup_s"], ",.1f"),
+            _number(row["peak_bytes"] and row["peak_bytes"] / GIB, ".2f"),
+            row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
+            ", ".join(map(str, row["flags"])),
+        )
+        for row in tuning["rows"]
+    ]
+    head = ("stage", "candidate", "targets/s", "to default", "warm-up s", "peak GiB", "status", "flags")
+    return _grid(head, rows, numeric={2, 3, 4, 5})
+
+
+def _decisions(tuning: dict[str, Any]) -> str:
+    lines = []
+    for decision in tuning["decisions"]:
+        challenger = decision["challenger"]
+        result = "replaces the incumbent" if decision["retained"] else "does not replace the incumbent"
+        who = f"{challenger['name']} {result}" if challenger else "the incumbent stays"
+        lines.append(f"- {decision['stage']}: {who}: {decision['reason']}.")
+    lines.append(f"- confirmation of {tuning['confirmation']['name']}: {tuning['confirmation']['reason']}.")
+    lines.append(f"- selected (numerically fastest with parity): {tuning['selected']['name']}.")
+    return "\n".join(lines)
+
+
+def _matched(matched: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            _number(arm["median_targets_per_s"], ",.0f"),
+            _number(arm["aggregate_targets_per_s"], ",.0f"),
+            _number(arm["speedup_steady"], ".2f"),
+            _number(arm["speedup_session"], ".2f"),
+            _number(arm["session_s"], ",.1f"),
+            _number(arm["full_validation_loss"], ".6f"),
+            _number(arm["loss_difference_nats"], "+.6f"),
+            _number(arm["repeat_spread_nats"], ".6f"),
+            _number(arm["break_even_targets"], ",.0f"),
+        )
+        for name, arm in ((name, matched["arms"][name]) for name in matched["order"])
+    ]
+    head = ("arm", "steady targets/s", "aggregate targets/s", "steady ×", "session ×", "session s", "loss nats")
+    head += ("difference nats", "repeat spread nats", "break-even targets")
+    return f"{matched['targets']:,} targets each.\n\n" + _grid(head, rows, numeric=set(range(1, len(head))))
+
+
+def _waterfall(matched: dict[str, Any]) -> str:
+    phases = list(PHASES)
+    rows = []
+    for name in matched["order"]:
+        seconds = matched["arms"][name]["phases_s"]
+        rows.append((name, *(_number(seconds.get(p), ",.1f") for p in phases), _number(sum(seconds.values()), ",.1f")))
+    return _grid(("arm", *phases, "process s"), rows, numeric=set(range(1, len(phases) + 2)))
+
+
+def _parity(summary: dict[str, Any]) -> str:
+    rows = [
+        (
+            preset,
+            kind,
+            _number(check["fast_loss_nats"], ".6f"),
+            _number(check["reference_loss_nats"], ".6f"),
+            _number(check["loss_difference_nats"], "+.1e"),
+            _number(check["gradient_error"] and 100 * check["gradient_error"], ".3g", " %"),
+            f"{check['worst_tensor']['name']} "
+            + _number(
+                check["worst_tensor"]["gradient_error"] and 100 * check["worst_tensor"]["gradient_error"], ".3g", " %"
+            ),
+            "holds" if check["holds"] else f"FAILS: {check['reason']}",
+        )
+        for preset, checks in summary["parity"].items()
+        for kind, check in checks.items()
+    ]
+    head = (
+        "preset",
+        "weights",
+        "fast loss",
+        "reference loss",
+        "difference",
+        "gradient error",
+        "worst tensor",
+        "parity",
+    )
+    text = _grid(head, rows, numeric={2, 3, 4, 5})
+    if summary["derivatives"]:
+        checks = summary["derivatives"]["checks"]
+        text += "\n\n" + "; ".join(f"{c['name']} {'holds' if c['holds'] else 'FAILS'} ({c['reason']})" for c in checks)
+        text += ", in FP64 on a miniature."
+    return text
+
+
+def _published(summary: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["quantity"],
+            row["unit"],
+            _plain(row["published"]),
+            _plain(row["measured"]),
+            _number(row["ratio"], ".3f"),
+            row["status"].replace("_", " ") + (f": {row['reason']}" if row["reason"] else ""),
+        )
+        for row in summary["published"]
+    ]
+    on = next((row["published_on"] for row in summary["published"] if row["status"] != "historical"), "GH200")
+    head = ("quantity", "unit", f"published ({on})", f"measured ({summary['device']['name']})", "ratio", "status")
+    return _grid(head, rows, numeric={2, 3, 4})
+
+
+def frames(summary: dict[str, Any]) -> dict[str, pd.DataFrame]:
+    """The CSV tables by name."""
+    tuning = [{"preset": p, **_flat(row)} for p, value in summary["tuning"].items() for row in value["rows"]]
+    runs = [{"preset": p, **_flat(row)} for p, value in summary["matched"].items() for row in value["runs"]]
+    phases = [
+        {"preset": preset, "arm": name, "phase": phase, "seconds": seconds}
+        for preset, matched in summary["matched"].items()
+        for name in matched["order"]
+        for phase, seconds in matched["arms"][name]["phases_s"].items()
+    ]
+    parity = [
+        {"preset": p, **{k: v for k, v in _flat(check).items() if not k.startswith("environment.")}}
+        for p, checks in summary["parity"].items()
+        for check in checks.values()
+    ]
+    tables = {
+        "verdicts": summary["verdicts"],
+        "tuning": tuning,
+        "matched": runs,
+        "waterfall": phases,
+        "parity": parity,
+        "published": summary["published"],
+    }
+    return {name: pd.DataFrame(rows) for name, rows in tables.items()}
+
+
+def ladder_rows(tuning: dict[str, Any]) -> list[dict[str, Any]]:
+    """Bars of the throughput ladder, one an execution that ran; see plots.ladder."""
+    roles = [(tuning[role]["execution"], role) for role in ("default", "recommended", "selected")]
+    rows: dict[str, dict[str, Any]] = {}
+    for row in tuning["rows"]:
+        if row["targets_per_s"] is not None:
+            role = next((role for execution, role in roles if execution == row["execution"]), "candidate")
+            values = {"role": role, "targets_per_s": row["targets_per_s"], "ratio": row["ratio_to_default"]}
+            rows[row["name"]] = {"name": row["name"], **values}
+    return list(rows.values())
+
+
+def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as dotted columns; lists as text."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list) else value
+    return flat
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def _plain(value: float | None) -> str:
+    """A figure as exact as it was given, with separators where they help."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.7g}"
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: set[int]) -> str:
+    """A Markdown table; a bar inside a cell would end it."""
+    ruler = ["--:" if i in numeric else "---" for i in range(len(head))]
+    lines = [head, ruler, *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in c) + " |" for c in lines
+    )
