@@ -69,6 +69,12 @@ def test_a_full_disk_leaves_the_state_before(tmp_path, limit):
     assert value_in(tmp_path) == 3
 
 
+def test_weights_are_as_readable_as_any_new_file(tmp_path):
+    save_weights(tmp_path / "weights.safetensors", state(1).tensors)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_a_full_disk_leaves_no_weights(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

@@ -105,6 +105,9 @@ def save_weights(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     # Each is copied: the format refuses tensors that share memory, as views of fused weights do.
     save_file({name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}, path)
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)  # safetensors makes it private; results are meant to be shared
     _flush(path)
 
 
