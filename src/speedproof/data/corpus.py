@@ -62,8 +62,10 @@ def text_of(line: str, path: Path, number: int) -> str:
     """The text of one line of a C4 file. Raises UserError naming file and line."""
     try:
         document = json.loads(line)
-    except ValueError as error:
-        raise _line_error(path, number, f"is no JSON object ({error})") from None
+    except json.JSONDecodeError as error:
+        raise _line_error(path, number, f"is no JSON object ({error.msg} at character {error.pos})") from None
+    except RecursionError:
+        raise _line_error(path, number, "is nested too deeply to be read") from None
     if not isinstance(document, dict):
         raise _line_error(path, number, f"holds {type(document).__name__} and not a JSON object")
     if "text" not in document:

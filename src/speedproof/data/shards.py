@@ -28,6 +28,9 @@ from speedproof.data.token_cache import DTYPE, KIND, MANIFEST_FILE, TOKENS_FILE
 CHUNK_CHARACTERS = 2 * 2**20
 """Text encoded at a time: large enough to keep every thread busy, small enough that its encodings take ~150 MB."""
 
+COMPRESSED = 0.4
+"""Share of its characters that English text keeps as gzip; for the progress bar alone."""
+
 
 def make_shard(
     manifest: dict[str, Any],
@@ -98,7 +101,7 @@ def _tokenise(
         open(target, "wb") as stream,
         # This thread reads and writes while the other one waits for the encoder's own threads.
         ThreadPoolExecutor(1) as pool,
-        Progress(f"tokenise {path.name}", path.stat().st_size, "bytes") as progress,
+        Progress(f"tokenise {path.name}", path.stat().st_size / COMPRESSED, "characters") as progress,
     ):
         waiting = None
         for texts in _chunks(_nonempty(documents(path), facts)):
@@ -106,11 +109,11 @@ def _tokenise(
             if waiting is not None:
                 _append(waiting.result(), end, vocab_size, lengths, stream)
             waiting = encoding
-            # Compressed bytes are only known for the whole file; C4 shrinks to about 0.4 of its characters.
-            progress.update(min(0.4 * facts["characters"], progress.total), f"{facts['documents']:,} documents")
+            progress.total = max(progress.total, facts["characters"])  # an estimate until the end
+            progress.update(facts["characters"], f"{facts['documents']:,} documents")
         if waiting is not None:
             _append(waiting.result(), end, vocab_size, lengths, stream)
-        progress.update(progress.total)
+        progress.update(facts["characters"])
     return np.frombuffer(lengths, dtype=np.int64), facts
 
 
