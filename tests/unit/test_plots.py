@@ -31,7 +31,7 @@ def test_ladder_is_sorted_and_labelled():
     ]
     chart = plots.ladder(rows, "title", "some device")
     assert [row["name"] for row in rows_with(chart, "k")] == ["a", "c", "b"]
-    assert [row["label"] for row in rows_with(chart, "k")] == ["245.0k · 1.00×", "713.0k", "1.64M · 6.68×"]
+    assert [row["label"] for row in rows_with(chart, "k")] == ["245k · 1.00×", "713k", "1.636M · 6.68×"]
     assert "some device" in chart.to_json()
 
 

@@ -70,7 +70,9 @@ def learning_curves(points: Sequence[dict[str, Any]], reference: str, title: str
     points lie at the same targets; a difference is drawn where they do.
     """
     arms = [reference, *sorted({p["arm"] for p in points} - {reference})]
-    values = [p | {"m": p["targets"] / 1e6} for p in points]
+    most = max((p["targets"] for p in points), default=0)
+    scale, word = (1e6, "million") if most >= 1e6 else (1e3, "thousand")
+    values = [p | {"seen": p["targets"] / scale} for p in points]
     at_reference = {(p["kind"], p["targets"]): p["loss_nats"] for p in points if p["arm"] == reference}
     differences = [
         p | {"difference": 1e3 * (p["loss_nats"] - at_reference[p["kind"], p["targets"]])}
@@ -82,7 +84,7 @@ def learning_curves(points: Sequence[dict[str, Any]], reference: str, title: str
         scale=alt.Scale(domain=arms, range=list(ARM_COLOURS[: len(arms)])),
         legend=alt.Legend(title=None, orient="top", labelLimit=300),
     )
-    x = alt.X("m:Q", title=None)
+    x = alt.X("seen:Q", title=None)
     dash = alt.StrokeDash("arm:N", scale=alt.Scale(domain=arms, range=_dashes(len(arms))), legend=None)
 
     def layer(rows: list[dict[str, Any]], y: alt.Y, x: alt.X) -> alt.LayerChart:
@@ -96,7 +98,7 @@ def learning_curves(points: Sequence[dict[str, Any]], reference: str, title: str
     bottom = layer(
         differences,
         alt.Y("difference:Q", title=["difference to", f"{reference} (millinats)"]),
-        alt.X("m:Q", title="million targets seen"),
+        alt.X("seen:Q", title=f"{word} targets seen"),
     )
     chart = alt.vconcat(top.properties(width=WIDTH, height=260), bottom.properties(width=WIDTH, height=120))
     return _finish(chart, title, f"lines: training windows; marks: validation subset; measured on {device}")
@@ -167,7 +169,9 @@ def save(chart: alt.Chart, stem: Path) -> list[Path]:
 
 
 def _rate(targets_per_s: float) -> str:
-    return f"{targets_per_s / 1e6:.2f}M" if targets_per_s >= 1e6 else f"{targets_per_s / 1e3:,.1f}k"
+    if targets_per_s >= 1e6:
+        return f"{targets_per_s / 1e6:.3f}M"
+    return f"{targets_per_s / 1e3:.3g}k"
 
 
 def _dashes(count: int) -> list[list[int]]:
