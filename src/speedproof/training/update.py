@@ -1,6 +1,5 @@
 """The optimizer update and the window of updates: the one hot loop, shared by training and measuring."""
 
-import contextlib
 import math
 import os
 import time
@@ -241,5 +240,4 @@ def deterministic() -> None:
     """Make this process choose deterministic kernels, so that a resumed run ends in bitwise equal weights."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
-    with contextlib.suppress(AttributeError):
-        torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark = False
