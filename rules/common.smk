@@ -167,10 +167,35 @@ def records_of(stage_names):
     return [f"{PRESET}/tuning/{stage}/slot{slot}.json" for stage in stage_names for slot in range(SLOTS[stage])]
 
 
+def comparisons_of(stage_names):
+    """Blocks of these stages' challengers against their incumbents; none where single records decide."""
+    names = stage_names if EXPERIMENT.protocol.stage_blocks else []
+    return [f"{PRESET}/tuning/{stage}/comparison.json" for stage in names]
+
+
+def earlier_stages(wildcards):
+    """The stages before this one."""
+    return STAGES[: STAGES.index(wildcards.stage)]
+
+
 def earlier_records(wildcards):
     """Records of the stages before this one, on which its candidates depend."""
-    names = STAGES[: STAGES.index(wildcards.stage)]
-    return expand(records_of(names), preset=wildcards.preset)
+    return expand(records_of(earlier_stages(wildcards)), preset=wildcards.preset)
+
+
+def records_so_far(wildcards):
+    """Records of the stages up to this one, on which its challenger depends."""
+    return expand(records_of([*earlier_stages(wildcards), wildcards.stage]), preset=wildcards.preset)
+
+
+def earlier_comparisons(wildcards):
+    """Comparisons of the stages before this one, on which its incumbent depends."""
+    return expand(comparisons_of(earlier_stages(wildcards)), preset=wildcards.preset)
+
+
+def comparison_options(wildcards, input):
+    """The options that name those comparisons."""
+    return " ".join(f"--comparison {path}" for path in input.get("comparisons", []))
 
 
 def runs_of(path):
@@ -221,3 +246,8 @@ def parity_inputs(wildcards):
 def weights_option(wildcards, input):
     """The option that names trained weights; none for a fresh model."""
     return f"--weights {input.weights}" if input.get("weights") else ""
+
+
+def results_folder(wildcards, output):
+    """The experiment's folder, where the summary lies."""
+    return Path(output.summary).parent

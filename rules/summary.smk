@@ -8,6 +8,7 @@ rule summarise:
         matched=per_matched_preset("matched/matched.json"),
         parity=parity_results(),
         caches=token_caches(),
+        published="config/published.yaml",
         metrics=expand(runs_of("metrics.jsonl"), preset=EXPERIMENT.matched.presets),
     output:
         summary=report(f"{RESULTS}/summary.json", category="Summary"),
@@ -26,11 +27,12 @@ rule summarise:
         "../envs/speedproof.yaml"
     params:
         experiment=EXPERIMENT.experiment,
-        results=RESULTS,
+        results=results_folder,
+        presets=" ".join(f"--preset {preset}" for preset in EXPERIMENT.presets),
         source=source_digest("summary"),
     message:
         "Write the summary of {params.experiment}"
     shell:
-        "python src/scripts/summarise.py --experiment {params.experiment} --results {params.results}"
+        "python src/scripts/summarise.py --experiment {params.experiment} --results {params.results} {params.presets}"
         " --output {output.summary} --markdown {output.markdown} --tables {output.tables}"
-        " --figures {output.figures} > {log} 2>&1"
+        " --figures {output.figures} --published {input.published} > {log} 2>&1"

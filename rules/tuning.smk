@@ -4,6 +4,7 @@
 rule plan_stage:
     input:
         records=earlier_records,
+        comparisons=earlier_comparisons,
         recipe=f"{PRESET}/recipe.yaml",
         execution=f"{SETTINGS}/execution.yaml",
         deciding=f"{SETTINGS}/deciding.yaml",
@@ -16,13 +17,69 @@ rule plan_stage:
     conda:
         "../envs/speedproof.yaml"
     params:
+        comparisons=comparison_options,
         source=source_digest("stages"),
     message:
         "Name the candidates of stage {wildcards.stage} for {wildcards.preset}"
     shell:
         "python src/scripts/plan_stage.py --stage {wildcards.stage} --default {input.execution}"
-        " --tuning {input.tuning} --deciding {input.deciding} --recipe {input.recipe}"
+        " --tuning {input.tuning} --deciding {input.deciding} --recipe {input.recipe} {params.comparisons}"
         " --output {output} {input.records} > {log} 2>&1"
+
+
+rule plan_pair:
+    input:
+        records=records_so_far,
+        comparisons=earlier_comparisons,
+        recipe=f"{PRESET}/recipe.yaml",
+        execution=f"{SETTINGS}/execution.yaml",
+        deciding=f"{SETTINGS}/deciding.yaml",
+        tuning=f"{SETTINGS}/tuning.yaml",
+    output:
+        f"{PRESET}/tuning/{{stage}}/pair.json",
+    log:
+        f"{LOGS}/{{preset}}/tuning/{{stage}}/pair.log",
+    localrule: True
+    conda:
+        "../envs/speedproof.yaml"
+    params:
+        comparisons=comparison_options,
+        source=source_digest("stages"),
+    message:
+        "Name the challenger of stage {wildcards.stage} for {wildcards.preset}"
+    shell:
+        "python src/scripts/plan_stage.py --stage {wildcards.stage} --pair --default {input.execution}"
+        " --tuning {input.tuning} --deciding {input.deciding} --recipe {input.recipe} {params.comparisons}"
+        " --output {output} {input.records} > {log} 2>&1"
+
+
+rule compare_stage:
+    input:
+        pair=f"{PRESET}/tuning/{{stage}}/pair.json",
+        recipe=f"{PRESET}/recipe.yaml",
+        protocol=f"{SETTINGS}/measuring.yaml",
+        cache=token_cache,
+    output:
+        f"{PRESET}/tuning/{{stage}}/comparison.json",
+    log:
+        f"{LOGS}/{{preset}}/tuning/{{stage}}/comparison.log",
+    benchmark:
+        f"{LOGS}/{{preset}}/tuning/{{stage}}/comparison.benchmark.tsv"
+    conda:
+        "../envs/speedproof.yaml"
+    threads: EXPERIMENT.slurm.cpus
+    resources:
+        **measuring_job(EXPERIMENT.slurm.compare_minutes),
+    params:
+        blocks=EXPERIMENT.protocol.stage_blocks,
+        source=source_digest("measure"),
+        store=STORE,
+    message:
+        "Measure the challenger of stage {wildcards.stage} for {wildcards.preset} in {params.blocks} A B B A blocks"
+    shell:
+        "python src/scripts/compare.py --finalists {input.pair} --recipe {input.recipe}"
+        " --protocol {input.protocol} --blocks {params.blocks} --cache {input.cache}"
+        " --store {params.store} --output {output} > {log} 2>&1"
 
 
 rule measure_candidate:
@@ -55,6 +112,7 @@ rule measure_candidate:
 rule plan_finalists:
     input:
         records=records_of(STAGES),
+        comparisons=comparisons_of(STAGES),
         recipe=f"{PRESET}/recipe.yaml",
         execution=f"{SETTINGS}/execution.yaml",
         deciding=f"{SETTINGS}/deciding.yaml",
@@ -67,12 +125,13 @@ rule plan_finalists:
     conda:
         "../envs/speedproof.yaml"
     params:
+        comparisons=comparison_options,
         source=source_digest("stages"),
     message:
         "Rank the candidates of {wildcards.preset} and name the one to confirm"
     shell:
         "python src/scripts/plan_stage.py --stage finalists --default {input.execution}"
-        " --tuning {input.tuning} --deciding {input.deciding} --recipe {input.recipe}"
+        " --tuning {input.tuning} --deciding {input.deciding} --recipe {input.recipe} {params.comparisons}"
         " --output {output} {input.records} > {log} 2>&1"
 
 
