@@ -113,8 +113,10 @@ def _attempt(request: Request, scratch: Path) -> tuple[Path, dict[str, Any]]:
     try:
         url = hf_hub_url(**where, revision=request.revision)
         metadata = get_hf_file_metadata(url, timeout=HF_HUB_ETAG_TIMEOUT)
+        if metadata.commit_hash is None or metadata.etag is None:
+            raise request.fault("the server is no hub (its answer names no commit or no etag)", "check HF_ENDPOINT")
         expected: dict[str, Any] = {} if metadata.size is None else {"bytes": metadata.size}
-        if metadata.etag and re.fullmatch(r"[0-9a-f]{64}", metadata.etag):
+        if re.fullmatch(r"[0-9a-f]{64}", metadata.etag):
             expected["sha256"] = metadata.etag
         with Progress(f"fetch {request.name}", metadata.size or 0, "bytes") as progress:
             path = hf_hub_download(
@@ -148,8 +150,6 @@ def _attempt(request: Request, scratch: Path) -> tuple[Path, dict[str, Any]]:
         raise request.fault(f"the hub answered HTTP {status}", "check the repository and HF_ENDPOINT") from None
     except (httpx2.HTTPError, ConnectionError, TimeoutError, errors.LocalEntryNotFoundError) as error:
         raise _Transient(f"the hub did not answer ({type(error).__name__})") from None
-    except errors.FileMetadataError:
-        raise request.fault("the server is no hub (no commit or etag in its answer)", "check HF_ENDPOINT") from None
     except OSError as error:
         if error.errno is not None:
             raise  # a full disk, a forbidden folder: not the hub's fault
