@@ -13,6 +13,13 @@ include: "rules/parity.smk"
 include: "rules/summary.smk"
 
 
+# The profile names `jobs`, without which the plain `snakemake --executor slurm all` is refused; but `jobs` also makes
+# Snakemake 9.27 forget the number of cores in a local run, and measurements would crowd each other.
+onstart:
+    if workflow.local_exec:
+        workflow.scheduler.resources["_cores"] = workflow.cores
+
+
 localrules:
     all,
     data,
