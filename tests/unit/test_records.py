@@ -124,6 +124,8 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
     store = Store(tmp_path / "store")
 
+    (tmp_path / "token_cache.json").write_text(json.dumps({"identity": RECIPE.data}))
+
     def measure(behaviour="ok", protocol=PROTOCOL, recipe=RECIPE, execution=EXECUTION, **options):
         monkeypatch.setenv("FAKE_BEHAVIOUR", behaviour)
         return records.measure(
@@ -202,8 +204,16 @@ def test_another_deadline_or_decision_reuses_and_another_window_does_not(fake):
     fake.measure(protocol=PROTOCOL | {"windows": 4})
     fake.measure(mode="synthetic")
     fake.measure(cold=True)
-    fake.measure(recipe=Recipe.parse(RECIPE.plain() | {"data": "1" * 64}))
+    fake.measure(recipe=Recipe.parse(RECIPE.plain() | {"seed": 2}))
     assert fake.runs() == 5
+
+
+def test_data_that_cannot_serve_are_named_before_anything_waits(fake):
+    with pytest.raises(UserError, match=r"recipe.data: found 1111"):
+        fake.measure(recipe=Recipe.parse(RECIPE.plain() | {"data": "1" * 64}))
+    with pytest.raises(UserError, match="data-mode: found 'reel'; use real or synthetic"):
+        fake.measure(mode="reel")
+    assert fake.runs() == 0
 
 
 def test_an_operator_matters_and_a_comment_or_a_report_does_not(fake, tmp_path, monkeypatch):

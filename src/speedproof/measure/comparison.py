@@ -15,7 +15,7 @@ from speedproof.core.identity import digest, source_digest
 from speedproof.core.store import Store
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
-from speedproof.measure.once import measure_once
+from speedproof.measure.once import check_data, measure_once
 from speedproof.measure.records import keep_sources, measuring_part
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Protocol
@@ -58,6 +58,7 @@ def compare(
     """
     for execution in (a, b):
         execution.check(recipe)
+    check_data(recipe, mode, cache_manifest)
     # A profiler changes what is timed after it in the same node's caches, and nobody reads it here.
     measuring = measuring_part(protocol) | {"profile_updates": 0}
     machine = environment(a.device)

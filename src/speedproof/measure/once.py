@@ -27,6 +27,22 @@ BUSY = 10.0
 """Percent of the host's CPU that others may use before a record is flagged."""
 
 
+def check_data(recipe: Recipe, mode: str, cache_manifest: Path | None) -> None:
+    """Raise UserError where `mode` and the token cache's manifest do not fit the recipe; asked before any wait."""
+    if mode not in ("real", "synthetic"):
+        raise UserError(f"data-mode: found {mode!r}; use real or synthetic")
+    if mode == "synthetic":
+        return
+    if cache_manifest is None:
+        raise UserError("cache: a measurement on real data needs the token cache's manifest; give --cache")
+    found = files.read_json(cache_manifest).get("identity")
+    if found != recipe.data:
+        raise UserError(
+            f"recipe.data: found {recipe.data}, but {cache_manifest} is the token cache {found}; "
+            "use the recipe that was resolved with it"
+        )
+
+
 def measure_once(
     recipe: Recipe,
     execution: Execution,
@@ -42,10 +58,6 @@ def measure_once(
 
     Raises: UserError where the worker found its input wrong.
     """
-    if mode not in ("real", "synthetic"):
-        raise UserError(f"data-mode: found {mode!r}; use real or synthetic")
-    if mode == "real" and cache_manifest is None:
-        raise UserError("cache: a measurement on real data needs the token cache's manifest; give --cache")
     request = {
         "recipe": recipe.plain(),
         "execution": execution.plain(),

@@ -12,7 +12,7 @@ from speedproof.core.identity import PACKAGE, digest, source_digest, source_file
 from speedproof.core.store import Store
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
-from speedproof.measure.once import LOG_FILE, SCHEMA, TELEMETRY_FILE, empty_record, measure_once
+from speedproof.measure.once import LOG_FILE, SCHEMA, TELEMETRY_FILE, check_data, empty_record, measure_once
 from speedproof.measure.trace import OPERATORS_FILE, TRACE_FILE
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Protocol
@@ -63,6 +63,7 @@ def measure(
     Raises: UserError where the input is wrong; a finding about the execution is no error but a status.
     """
     execution.check(recipe)
+    check_data(recipe, mode, cache_manifest)
     measuring = measuring_part(protocol)
     identity = identity_of(recipe, execution, measuring, mode, cold)
     with contextlib.ExitStack() as held:

@@ -62,8 +62,6 @@ def _set_up(request: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
         batches: Any = DeviceBatch(SyntheticBatches(recipe, recipe.seed), updater.device)
     else:
         cache = TokenCache.open(Path(request["cache"]), Store(Path(request["store"])))
-        if cache.identity != recipe.data:
-            raise UserError(f"recipe.data: found {recipe.data}, the token cache is {cache.identity}; use its recipe")
         batches = TrainingBatches(cache.train, recipe, repeat=True)
     if updater.device.type == "cuda":
         torch.cuda.synchronize()

@@ -41,7 +41,9 @@ def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
 
 
 def _sentence(model: type[BaseModel], error: ValidationError, where: str) -> str:
-    first = error.errors(include_url=False)[0]
+    found = error.errors(include_url=False)
+    # A misspelt key is missing under its right name too, and the misspelling is what its writer can mend.
+    first = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0])
     location = tuple(first["loc"])
     key = ".".join([*([where] if where else []), *map(str, location)]) or where or model.__name__.lower()
     kind = first["type"]
