@@ -8,7 +8,7 @@ PATHS := src tests
 .PHONY: all test lint format clean
 all: .venv/installed
 	$(BIN)/snakemake --configfile $(CONFIG) -- all
-	@$(BIN)/python src/scripts/show_verdict.py --config $(CONFIG)
+	@$(BIN)/python src/scripts/show_verdict.py $(addprefix --config ,$(CONFIG))
 
 test: .venv/installed
 	$(BIN)/python -m pytest

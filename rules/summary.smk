@@ -5,10 +5,13 @@ rule summarise:
     input:
         recipes=per_preset("recipe.yaml"),
         tuning=per_preset("tuning/tuning.json"),
+        finalists=per_preset("tuning/finalist_parity.json"),
+        records=expand(records_of(STAGES), preset=EXPERIMENT.presets),
         matched=per_matched_preset("matched/matched.json"),
         parity=parity_results(),
         caches=token_caches(),
         published="config/published.yaml",
+        results=expand(runs_of("result.json"), preset=EXPERIMENT.matched.presets),
         metrics=expand(runs_of("metrics.jsonl"), preset=EXPERIMENT.matched.presets),
     output:
         summary=report(f"{RESULTS}/summary.json", category="Summary"),
