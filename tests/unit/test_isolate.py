@@ -54,6 +54,19 @@ def test_deadline_takes_grandchildren_in_other_sessions_and_spares_the_caller(tm
         bystander.wait()
 
 
+def test_another_worker_is_no_member(tmp_path):
+    marked = os.environ | {isolate.MARK: "another"}
+    other = subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True)
+    mine = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        assert isolate.members(mine.pid).keys() == {mine.pid}
+        assert isolate.members(mine.pid, "another").keys() == {mine.pid, other.pid}
+    finally:
+        for process in (other, mine):
+            process.kill()
+            process.wait()
+
+
 def test_hang_in_an_import_meets_the_deadline(tmp_path):
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
     result = run_isolated(

@@ -126,7 +126,7 @@ def pynvml(monkeypatch):
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [types.SimpleNamespace(pid=p) for p in (10, 11, 99)],
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    monkeypatch.setattr(sensors, "members", lambda leader, mark: {10: "", 11: ""})
+    monkeypatch.setattr(sensors, "members", lambda leader: {10: "", 11: ""})
     return module
 
 

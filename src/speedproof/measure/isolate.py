@@ -99,16 +99,16 @@ def end_all(process: subprocess.Popen, mark: str) -> None:
     process.wait()
 
 
-def members(leader: int, mark: str) -> dict[int, str]:
+def members(leader: int, mark: str | None = None) -> dict[int, str]:
     """Live processes of `leader`'s session or with `mark`, and their descendants, with their start times."""
-    needle = f"{MARK}={mark}".encode()
+    needle = f"{MARK}={mark}".encode() if mark else None
     table: dict[int, tuple[int, int, str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
             state, parent, session, born = fields
             if state not in "ZX":
                 table[int(entry.name)] = (parent, session, born)
-    found = {pid for pid, (_, session, _) in table.items() if session == leader or needle in _environ(pid)}
+    found = {pid for pid, (_, session, _) in table.items() if session == leader or (needle and needle in _environ(pid))}
     while grown := {pid for pid, (parent, _, _) in table.items() if parent in found} - found:
         found |= grown
     found -= {os.getpid(), os.getppid(), 0, 1}

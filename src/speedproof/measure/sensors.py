@@ -96,7 +96,7 @@ class NvmlSource:
         if worker is None or worker not in pids:
             return None
         others = pids - {worker}
-        return len(others - members(worker, "").keys()) if others else 0
+        return len(others - members(worker).keys()) if others else 0
 
     def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -166,7 +166,7 @@ class HostSource:
 
     def _own(self, worker: int | None) -> float:
         used = 0.0
-        for pid in members(worker, "") if worker else ():
+        for pid in members(worker) if worker else ():
             with contextlib.suppress(self._psutil.Error):
                 used += sum(self._psutil.Process(pid).cpu_times()[:2])
         return used
