@@ -1,5 +1,6 @@
 """Experiment: the whole config, as `config/default.yaml` names it, and how presets and arms become settings."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from speedproof.core import files
 from speedproof.core.errors import UserError
 from speedproof.settings.execution import CompileMode, Execution, SdpaBackend
+from speedproof.settings.programme import Programme
 from speedproof.settings.recipe import ModelShape, Recipe, RecipeSettings
 from speedproof.settings.strict import Strict
 
@@ -142,6 +144,7 @@ class Experiment(Strict):
     tuning: Tuning
     matched: Matched
     parity: Parity
+    programme: Programme
     slurm: Slurm
 
     @model_validator(mode="after")
@@ -149,6 +152,12 @@ class Experiment(Strict):
         for preset in self.matched.presets:
             if preset not in self.presets:
                 raise ValueError(f"matched.presets names {preset!r}, which presets does not list; add it there")
+        for key, preset in self.programme.presets().items():
+            if preset not in self.presets:
+                raise ValueError(f"{key} names {preset!r}, which presets does not list; add it there")
+        for name in (*self.programme.rows, *self.programme.pairs):
+            if not re.match(NAME, name):
+                raise ValueError(f"programme: the name {name!r} becomes a file's; use letters, digits, '.', '_' and '-'")
         if self.parity.arm not in self.matched.arms:
             raise ValueError(f"parity.arm {self.parity.arm!r} is no arm of matched.arms; choose one of them")
         if self.slurm.measure_minutes * 60 <= self.protocol.deadline_s:
