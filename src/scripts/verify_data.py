@@ -13,17 +13,14 @@ from speedproof.core.store import Store
 def main(
     caches: Annotated[list[Path], typer.Argument(help="manifests of token caches, token_cache.json")],
     sources: Annotated[Path, typer.Option(help="manifest of the files, sources.json")],
-    directory: Annotated[str, typer.Option(help="where the files of data.directory lie; empty: as recorded")] = "",
     store: Annotated[Path, typer.Option(help="the content-addressed store")] = Path("store"),
 ) -> None:
     """Check every C4 file and every shard against its checksum."""
     from speedproof.data import sources as corpus
     from speedproof.data.token_cache import TokenCache
 
-    place, manifest = Store(store), files.read_json(sources)
-    if directory:
-        manifest["directory"] = directory
-    checked = corpus.verify(manifest, place)
+    place = Store(store)
+    checked = corpus.verify(files.read_json(sources), place)
     shards = sum(TokenCache.open(path, place).verify() for path in caches)
     print(f"all as written: {checked} files, {shards} shards")
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -56,7 +57,8 @@ class Hub(BaseHTTPRequestHandler):
             seen[fault, self.command] += 1
             count = seen[fault, self.command]
             self.server.ranges.setdefault(fault, []).append(self.headers.get("Range"))
-            self.server.tokens.setdefault(fault, set()).add(self.headers.get("Authorization"))
+            place = "storage" if self.path.startswith("/cdn/") else fault
+            self.server.tokens.setdefault(place, set()).add(self.headers.get("Authorization"))
         if fault == "silent":
             self.server.stopped.wait(60)
             self.close_connection = True
@@ -98,6 +100,10 @@ class Hub(BaseHTTPRequestHandler):
             body = body[: length // 2]
             self.close_connection = True
         # Small files carry the Git hash of their content as ETag, which is no checksum that could be compared.
+        if fault == "stops" and not start:
+            self._send(status, body[: length // 2], Content_Length=str(length))
+            self.server.stopped.wait(60)
+            return
         self._send(status, body, Content_Length=str(length), ETag='"a1b2c3"', X_Repo_Commit=REVISION, **extra)
 
 
@@ -206,6 +212,25 @@ def test_a_small_file_has_no_checksum_to_compare_but_is_hashed(outcomes):
     assert row["sha256"] == hashlib.sha256(Path(outcomes["flips-small"]["path"]).read_bytes()).hexdigest()
 
 
+def test_a_fetch_that_was_killed_goes_on_where_it_was(server, tmp_path):
+    command = [sys.executable, "-c", FETCH_ALL, str(tmp_path / "store"), REVISION, NAME, "stops"]
+    patient = environment(server, tmp_path / "home", HF_HUB_DOWNLOAD_TIMEOUT="60")
+    running = subprocess.Popen(command, env=patient, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(p.is_file() and p.stat().st_size for p in (tmp_path / "store").rglob("unfinished/*/*/*")):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    done = subprocess.run(command, env=patient, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)["stops"]
+    assert Path(outcome["path"]).read_bytes() == CONTENT
+    assert int(server.ranges["stops"][-1][6:-1]) > 0
+    assert not list((tmp_path / "store").rglob("unfinished/*/*/*"))
+
+
 def write_settings(folder: Path, **data) -> list[str]:
     config = yaml.safe_load((ROOT / "config" / "default.yaml").read_text())
     config["data"] |= {"source": "hub", "train_files": 1, "validation_files": 1} | data
@@ -223,6 +248,7 @@ def test_the_script_fetches_once_with_token_and_works_offline_after(server, tmp_
     done = subprocess.run(command, cwd=tmp_path, env=online, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Bearer hf_right" in server.tokens["private"]
+    assert server.tokens["storage"] == {None}
     manifest = json.loads((tmp_path / "sources.json").read_text())
     assert [row["name"] for row in manifest["files"]] == [NAME, "en/c4-validation.00000-of-00008.json.gz"]
     assert manifest["tokenizer"]["name"] == "tokenizer.json"

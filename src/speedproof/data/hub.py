@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from speedproof.core import files
 from speedproof.core.errors import UserError
@@ -103,30 +104,41 @@ def _download(request: Request, store: Store, identity: dict[str, Any]) -> None:
 
 
 def _attempt(request: Request, scratch: Path) -> tuple[Path, dict[str, Any]]:
-    """Download into `scratch`; the file and what the hub says of it (bytes, and sha256 for large files)."""
+    """Download into `scratch`; the file and what the hub says of it (bytes, and sha256 for large files).
+
+    The client's `http_get` is called and not its `hf_hub_download`, which throws a part away when its process ends.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import httpx2
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
 
-    where = {"repo_id": request.repository, "filename": request.name, "repo_type": request.kind}
+    part = None
     try:
-        url = hf_hub_url(**where, revision=request.revision)
+        url = hf_hub_url(request.repository, request.name, repo_type=request.kind, revision=request.revision)
         metadata = get_hf_file_metadata(url, timeout=HF_HUB_ETAG_TIMEOUT)
-        if metadata.commit_hash is None or metadata.etag is None:
-            raise request.fault("the server is no hub (its answer names no commit or no etag)", "check HF_ENDPOINT")
-        expected: dict[str, Any] = {} if metadata.size is None else {"bytes": metadata.size}
+        if metadata.commit_hash is None or metadata.etag is None or metadata.size is None:
+            raise request.fault("the server is no hub (its answer names no commit, etag or size)", "check HF_ENDPOINT")
+        expected: dict[str, Any] = {"bytes": metadata.size}
         if re.fullmatch(r"[0-9a-f]{64}", metadata.etag):
             expected["sha256"] = metadata.etag
-        with Progress(f"fetch {request.name}", metadata.size or 0, "bytes") as progress:
-            path = hf_hub_download(
-                **where,
-                revision=request.revision,
-                local_dir=scratch,
-                etag_timeout=HF_HUB_ETAG_TIMEOUT,
+        headers = build_hf_headers()
+        if urlsplit(metadata.location).netloc != urlsplit(url).netloc:
+            headers.pop("authorization", None)  # the token is the hub's, and no business of who stores its files
+        part = scratch / re.sub(r"\W", "_", metadata.etag)  # parts of two versions never meet
+        have = part.stat().st_size if part.exists() else 0
+        with Progress(f"fetch {request.name}", metadata.size, "bytes") as progress, open(part, "ab") as stream:
+            http_get(
+                metadata.location,
+                stream,
+                resume_size=have,
+                headers=headers,
+                expected_size=metadata.size,
                 tqdm_class=_bar(progress),
             )
-        return Path(path), expected
+        return part, expected
     except errors.OfflineModeIsEnabled:
         raise request.fault(
             "is not in the store, and HF_HUB_OFFLINE forbids fetching it", "run `snakemake fetch_data` with network"
@@ -145,14 +157,18 @@ def _attempt(request: Request, scratch: Path) -> tuple[Path, dict[str, Any]]:
             raise request.fault(
                 f"the hub refused it (HTTP {status})", "set HF_TOKEN to a token that may read it"
             ) from None
-        if status is None or status in (408, 429) or status >= 500:
+        if status == 416 and part is not None:
+            part.unlink()  # longer than what the hub has
+        if status is None or status in (408, 416, 429) or status >= 500:
             raise _Transient(f"the hub answered HTTP {status}") from None
         raise request.fault(f"the hub answered HTTP {status}", "check the repository and HF_ENDPOINT") from None
-    except (httpx2.HTTPError, ConnectionError, TimeoutError, errors.LocalEntryNotFoundError) as error:
+    except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
         raise _Transient(f"the hub did not answer ({type(error).__name__})") from None
     except OSError as error:
         if error.errno is not None:
             raise  # a full disk, a forbidden folder: not the hub's fault
+        if part is not None:
+            part.unlink(missing_ok=True)
         raise _Transient(f"the hub sent wrong bytes ({str(error).splitlines()[0]})") from None
     except ValueError as error:
         raise request.fault(str(error).splitlines()[0], "check the repository and HF_ENDPOINT") from None
