@@ -14,7 +14,8 @@
 #   partition spare   preemptable: TERM, five seconds of grace, KILL, back into the queue
 #   account   lab     for the calling user and root; qos normal, short; GPU type pretend (File=/dev/null), feature pretend
 #   node              8 CPUs and at least 16 GB, whatever the machine has, so that several jobs fit; nothing is enforced
-# Time limits are whole minutes and looked at every 30 s; `scontrol update job=N EndTime=now` ends one sooner.
+# Time limits are whole minutes; SLURM looks at them, and at the grace time, every 30 s;
+# `scontrol update job=N EndTime=now` ends one sooner.
 set -euo pipefail
 
 dir=$(realpath -m "${SPEEDPROOF_SLURM_DIR:-${TMPDIR:-/tmp}/speedproof-slurm}")
