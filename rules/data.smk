@@ -121,12 +121,11 @@ rule verify_data:
     conda:
         "../envs/speedproof.yaml"
     params:
-        directory=EXPERIMENT.data.directory or "",
         store=STORE,
     message:
         "Check every file and shard against its checksum"
     shell:
-        "python src/scripts/verify_data.py --sources {input.sources} --directory {params.directory:q}"
+        "python src/scripts/verify_data.py --sources {input.sources}"
         " --store {params.store} {input.caches} 2>&1 | tee {log}"
 
 
