@@ -1,12 +1,16 @@
 """Miniatures that most tests share: a recipe and an execution, complete and small, with any key changed."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
 
 MODEL = {"vocab_size": 61, "layers": 1, "width": 32, "heads": 2, "ffn_width": 48, "context_length": 16}
 
@@ -34,19 +38,11 @@ RECIPE = {
     "shuffle_buffer_mib": 1,
 }
 
-EXECUTION = {
-    "device": "cpu",
-    "microbatch": 4,
-    "compile": False,
-    "compile_mode": "default",
-    "sdpa_backend": "auto",
+EXECUTION = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"] | {
     "cpu_threads": 1,
-    "rope": "cached",
-    "partial": "eager",
-    "finite_checks": "separate",
     "evaluation_batch": 3,
-    "evaluation_compile": False,
 }
+"""The default execution, all of it plain, on one thread."""
 
 
 @pytest.fixture(scope="session")

@@ -19,19 +19,7 @@ from speedproof.data.token_cache import TokenCache
 ROOT = Path(__file__).parents[2]
 UPDATES = 300
 
-EXECUTION = {
-    "device": "cpu",
-    "microbatch": 2,
-    "compile": False,
-    "compile_mode": "default",
-    "sdpa_backend": "auto",
-    "cpu_threads": 1,
-    "rope": "cached",
-    "partial": "eager",
-    "finite_checks": "separate",
-    "evaluation_batch": 8,
-    "evaluation_compile": False,
-}
+EXECUTION = files.read_yaml(ROOT / "config/default.yaml")["execution"] | {"microbatch": 2, "cpu_threads": 1}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from speedproof.settings.experiment import Parity
 from speedproof.settings.recipe import Recipe
 from speedproof.training.compile import CompileError
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Parity(blocks=3, loss_tolerance_nats=1e-3, gradient_tolerance=0.05, arm="recommended")
 
 
@@ -47,14 +49,10 @@ def recipe(cache):
 
 
 def execution(**changes):
+    default = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"]
     return Execution.parse(
-        {
-            "device": "cpu", "microbatch": 2, "compile": False, "compile_mode": "default", "sdpa_backend": "auto",
-            "cpu_threads": 1, "rope": "cached", "partial": "eager", "finite_checks": "merged", "evaluation_batch": 2,
-            "evaluation_compile": False,
-        }
-        | changes
-    )  # fmt: skip
+        default | {"microbatch": 2, "cpu_threads": 1, "finite_checks": "merged", "evaluation_batch": 2} | changes
+    )
 
 
 @pytest.fixture(scope="module")

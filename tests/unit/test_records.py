@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 from speedproof.core import identity as identities
 from speedproof.core.errors import UserError
@@ -50,21 +51,9 @@ RECIPE = Recipe.parse(
         "shuffle_buffer_mib": 1,
     }
 )
-EXECUTION = Execution.parse(
-    {
-        "device": "cpu",
-        "microbatch": 2,
-        "compile": False,
-        "compile_mode": "default",
-        "sdpa_backend": "auto",
-        "cpu_threads": 1,
-        "rope": "cached",
-        "partial": "eager",
-        "finite_checks": "separate",
-        "evaluation_batch": 4,
-        "evaluation_compile": False,
-    }
-)
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"]
+EXECUTION = Execution.parse(DEFAULT | {"microbatch": 2, "cpu_threads": 1})
 PROTOCOL = {
     "warmup_updates": 2,
     "windows": 3,
@@ -191,6 +180,13 @@ def test_reuse_and_measuring_again(fake, behaviour, again):
     assert fake.runs() == (2 if again else 1)
     fake.measure(behaviour, protocol, reuse=False)
     assert fake.runs() == (3 if again else 2)
+
+
+def test_a_new_finding_takes_the_place_of_a_passing_one(fake):
+    assert fake.measure("1")["status"] == "error"
+    assert fake.measure("ok", remeasure=True)["status"] == "ok"
+    assert fake.measure("1")["status"] == "ok"
+    assert fake.runs() == 2
 
 
 def test_another_deadline_or_decision_reuses_and_another_window_does_not(fake):

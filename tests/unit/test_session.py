@@ -3,9 +3,11 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from speedproof.core.errors import Preempted, UserError
@@ -19,19 +21,9 @@ from speedproof.training.session import Session
 from speedproof.training.stopping import Stop, job_end_time
 from speedproof.training.update import NonFinite, Updater
 
-EXECUTION = Execution(
-    device="cpu",
-    microbatch=2,
-    compile=False,
-    compile_mode="default",
-    sdpa_backend="auto",
-    cpu_threads=1,
-    rope="cached",
-    partial="eager",
-    finite_checks="separate",
-    evaluation_batch=4,
-    evaluation_compile=False,
-)
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"]
+EXECUTION = Execution.parse(DEFAULT | {"microbatch": 2, "cpu_threads": 1, "evaluation_batch": 4})
 VARYING = ("seconds", "targets_per_s", "data_wait_s")
 
 
