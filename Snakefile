@@ -10,6 +10,7 @@ include: "rules/data.smk"
 include: "rules/tuning.smk"
 include: "rules/matched.smk"
 include: "rules/parity.smk"
+include: "rules/programme.smk"
 include: "rules/summary.smk"
 
 
@@ -26,6 +27,17 @@ localrules:
     tuning,
     matched,
     parity,
+    programme,
+    ladder,
+    rope_ablation,
+    finite_checks,
+    sdpa,
+    compile_modes,
+    cpu_threads,
+    larger_models,
+    cold_start,
+    synthetic,
+    kernels,
     summary,
 
 
@@ -58,3 +70,59 @@ rule parity:
 rule summary:
     input:
         rules.summarise.output,
+
+
+# The published programme, whole and part by part; config/gh200.yaml names its rows and pairs.
+rule programme:
+    input:
+        rules.join_programme.output,
+
+
+rule ladder:
+    input:
+        programme_part("ladder"),
+
+
+rule rope_ablation:
+    input:
+        programme_part("rope_ablation"),
+
+
+rule finite_checks:
+    input:
+        programme_part("finite_checks"),
+
+
+rule sdpa:
+    input:
+        programme_part("sdpa"),
+
+
+rule compile_modes:
+    input:
+        programme_part("compile_modes"),
+
+
+rule cpu_threads:
+    input:
+        programme_part("cpu_threads"),
+
+
+rule larger_models:
+    input:
+        programme_part("larger_models"),
+
+
+rule cold_start:
+    input:
+        programme_part("cold_start"),
+
+
+rule synthetic:
+    input:
+        programme_part("synthetic"),
+
+
+rule kernels:
+    input:
+        programme_part("kernels"),

@@ -23,6 +23,18 @@ EXPORTS = " ".join(f"{name}={quote(':'.join(filter(None, parts)))}" for name, pa
 shell.prefix(f"set -euo pipefail; export {EXPORTS} PYTHONUNBUFFERED=1; ".replace("{", "{{").replace("}", "}}"))
 
 
+def check_programme(experiment):
+    """Every execution of the programme runs its preset's recipe."""
+    executions = experiment.programme.executions(experiment.execution)
+    for name, execution in executions.items():
+        kind, key, *_ = name.split("/")
+        preset = getattr(experiment.programme, kind)[key].preset
+        try:
+            execution.check(recipe_for(preset, experiment, ROOT / "config/presets", None))
+        except UserError as error:
+            raise UserError(f"programme.{kind}.{key}: {error}") from None
+
+
 def checked_experiment():
     """The validated config, with every preset read and every execution checked against it."""
     try:
@@ -31,6 +43,7 @@ def checked_experiment():
             recipe = recipe_for(preset, experiment, ROOT / "config/presets", None)
             experiment.execution.check(recipe)
             stages.check(experiment.tuning, recipe)
+        check_programme(experiment)
         return experiment
     except UserError as error:
         raise WorkflowError(str(error)) from None
@@ -44,6 +57,7 @@ SETTINGS = f"{RESULTS}/settings"
 PRESET = f"{RESULTS}/{{preset}}"
 STAGES = stages.stage_names(EXPERIMENT.tuning, EXPERIMENT.execution)
 SLOTS = {stage: stages.slots(stage, EXPERIMENT.tuning, EXPERIMENT.execution) for stage in STAGES}
+PROGRAMME = f"{RESULTS}/programme"
 RECORD = f"{PRESET}/tuning/{{stage}}/slot{{slot}}.json"
 RUN = f"{PRESET}/matched/runs/{{arm}}-seed{{seed}}-repeat{{repeat}}"
 VOCABULARIES = {
@@ -59,7 +73,10 @@ SECTIONS = {
     "tuning": EXPERIMENT.tuning.plain(),
     "arms": {name: arm.plain() for name, arm in EXPERIMENT.matched.arms.items()},
     "parity": EXPERIMENT.parity.plain(),
+    "programme": EXPERIMENT.programme.plain(),
 }
+for name, execution in EXPERIMENT.programme.executions(EXPERIMENT.execution).items():
+    SECTIONS[name] = execution.plain()
 
 
 wildcard_constraints:
@@ -74,6 +91,8 @@ wildcard_constraints:
     seed=r"\d+",
     repeat=r"\d+",
     state="fresh|trained",
+    row="|".join(EXPERIMENT.programme.rows) or "none",
+    pair="|".join(EXPERIMENT.programme.pairs) or "none",
 
 
 def section(wildcards):
@@ -251,3 +270,64 @@ def weights_option(wildcards, input):
 def results_folder(wildcards, output):
     """The experiment's folder, where the summary lies."""
     return Path(output.summary).parent
+
+
+def recipe_of_row(wildcards):
+    """Recipe of the preset that a row of the programme measures."""
+    return f"{RESULTS}/{EXPERIMENT.programme.rows[wildcards.row].preset}/recipe.yaml"
+
+
+def cache_of_row(wildcards):
+    """Manifest of that preset's token cache."""
+    preset = EXPERIMENT.programme.rows[wildcards.row].preset
+    return f"{RESULTS}/data/{tokenizer_name(preset)}/token_cache.json"
+
+
+def row_options(wildcards):
+    """Options of a row that is measured otherwise than a candidate of the tuner."""
+    row = EXPERIMENT.programme.rows[wildcards.row]
+    options = {
+        "--data-mode synthetic": row.synthetic,
+        "--cold": row.cold,
+        "--profile": row.profile,
+    }
+    return " ".join(option for option, wanted in options.items() if wanted)
+
+
+def recipe_of_pair(wildcards):
+    """Recipe of the preset that a pair of the programme compares on."""
+    return f"{RESULTS}/{EXPERIMENT.programme.pairs[wildcards.pair].preset}/recipe.yaml"
+
+
+def cache_of_pair(wildcards):
+    """Manifest of that preset's token cache."""
+    preset = EXPERIMENT.programme.pairs[wildcards.pair].preset
+    return f"{RESULTS}/data/{tokenizer_name(preset)}/token_cache.json"
+
+
+def programme_results():
+    """Every row and pair of the programme."""
+    programme = EXPERIMENT.programme
+    return [
+        *expand(f"{PROGRAMME}/rows/{{row}}.json", row=programme.rows),
+        *expand(f"{PROGRAMME}/pairs/{{pair}}.json", pair=programme.pairs),
+    ]
+
+
+def joined_programme():
+    """The programme's results joined; none where the config has no programme."""
+    return [f"{PROGRAMME}/programme.json"] if programme_results() else []
+
+
+def programme_part(part):
+    """The input function of the target that collects a part of the programme."""
+
+    def results(wildcards):
+        names = EXPERIMENT.programme.of_part(part)
+        if not names:
+            raise WorkflowError(
+                f"programme: this config has no row or pair of {part}; use --configfile config/gh200.yaml for one"
+            )
+        return [f"{PROGRAMME}/{name}.json" for name in names]
+
+    return results

@@ -9,6 +9,7 @@ rule summarise:
         records=expand(records_of(STAGES), preset=EXPERIMENT.presets),
         matched=per_matched_preset("matched/matched.json"),
         parity=parity_results(),
+        programme=joined_programme(),
         caches=token_caches(),
         published="config/published.yaml",
         results=expand(runs_of("result.json"), preset=EXPERIMENT.matched.presets),

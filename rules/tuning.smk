@@ -89,7 +89,8 @@ rule measure_candidate:
         protocol=f"{SETTINGS}/measuring.yaml",
         cache=token_cache,
     output:
-        RECORD,
+        record=RECORD,
+        telemetry=RECORD.replace(".json", ".telemetry.csv"),
     log:
         f"{LOGS}/{{preset}}/tuning/{{stage}}/slot{{slot}}.log",
     benchmark:
@@ -106,7 +107,8 @@ rule measure_candidate:
         "Measure candidate {wildcards.slot} of stage {wildcards.stage} for {wildcards.preset}"
     shell:
         "python src/scripts/benchmark.py --plan {input.plan} --slot {wildcards.slot} --recipe {input.recipe}"
-        " --protocol {input.protocol} --cache {input.cache} --store {params.store} --output {output} > {log} 2>&1"
+        " --protocol {input.protocol} --cache {input.cache} --store {params.store}"
+        " --telemetry {output.telemetry} --output {output.record} > {log} 2>&1"
 
 
 rule plan_finalists:

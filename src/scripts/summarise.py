@@ -23,7 +23,7 @@ def main(
     published: Annotated[Path, typer.Option(help="the figures published by others")] = PUBLISHED,
 ) -> None:
     """Write the summary of an experiment: JSON, Markdown, CSV tables and figures; print the verdicts."""
-    from speedproof.evidence import plots
+    from speedproof.evidence import plots, programme_tables
     from speedproof.evidence import tables as rendering
     from speedproof.evidence.published import read_published
     from speedproof.evidence.summary import learning_curves, summarise
@@ -43,6 +43,8 @@ def main(
     for name, tuning in summary["tuning"].items():
         chart = plots.ladder(rendering.ladder_rows(tuning), f"Throughput ladder, {name}", device)
         plots.save(chart, figures / f"ladder-{name}")
+    for name, bars in programme_tables.ladders(summary).items():
+        plots.save(plots.ladder(bars, f"Update ladder, {name}", device), figures / f"programme-ladder-{name}")
     for name, matched in summary["matched"].items():
         points = learning_curves(results, name, matched)
         chart = plots.learning_curves(

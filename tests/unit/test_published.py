@@ -60,6 +60,8 @@ def summary(figures):
         "tuning": {"20m": {"retention": 1.05, "rows": rows}},
         "matched": {"20m": {"arms": {"original": {"session_s": 375.135, "median_targets_per_s": 254483.0}}}},
         "parity": {"20m": {"trained": {"gradient_error": 0.0145, "gradient_tolerance": 0.05}}},
+        "programme": None,
+        "allocation": {"seconds": None, "gpu_hours": None, "reason": "no result was made in a SLURM job"},
         "extra": {},
     }
 

@@ -30,7 +30,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "parity": ("model", *READING, "training", "evidence/parity.py", "evidence/derivatives.py"),
     "stages": ("evidence/stages.py", "evidence/tuner.py", "evidence/recommend.py", "evidence/statistics.py"),
     "matched": ("evidence/arms.py", "evidence/matched.py", "evidence/statistics.py"),
+    "programme": ("evidence/programme.py", "evidence/statistics.py", "settings/programme.py"),
     "summary": (
+        "evidence/allocation.py",
+        "evidence/grid.py",
+        "evidence/programme_tables.py",
         "evidence/summary.py",
         "evidence/tables.py",
         "evidence/published.py",

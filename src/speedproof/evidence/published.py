@@ -10,7 +10,8 @@ from typing import Any
 from speedproof.core import files
 from speedproof.core.errors import UserError
 
-GIB = 2**30
+SCALES = {"GiB": 1 / 2**30, "M targets/s": 1e-6}
+"""From the unit of a result to the unit of a published figure; 1 where they are the same."""
 
 MEASURED, NOT_MEASURED, HISTORICAL = "measured", "not_measured", "historical"
 
@@ -29,8 +30,8 @@ def read_published(path: Path) -> dict[str, Any]:
 def compare(published: dict[str, Any], summary: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a published figure: what this experiment measured of the same quantity, their ratio, or why none.
 
-    `summary` needs `presets`, `tuning`, `matched`, `parity` (each keyed by preset), `device` and `extra`. An extra
-    may answer rows by their id: {"published_rows": {id: {"measured", "status", "reason"}}}.
+    `summary` needs `presets`, `tuning`, `matched`, `parity` (each keyed by preset), `programme`, `allocation`, `device`
+    and `extra`. An extra may answer rows by their id: {"published_rows": {id: {"measured", "status", "reason"}}}.
     A ratio is measured over published; it is None where the recipes or budgets differ, with the difference as reason.
     """
     answers: dict[str, dict[str, Any]] = {}
@@ -43,11 +44,15 @@ def compare(published: dict[str, Any], summary: dict[str, Any]) -> list[dict[str
 def _row(
     name: str, row: dict[str, Any], published: dict[str, Any], summary: dict[str, Any], answer: dict[str, Any] | None
 ) -> dict[str, Any]:
-    found = answer or _find(row, summary)
+    stand_in = (summary["programme"] or {}).get("stand_ins", {}).get(row.get("preset"))
+    preset = stand_in or row.get("preset")
+    found = answer or _find(row, preset, summary)
     measured, reason = found.get("measured"), found.get("reason")
     status = found.get("status") or (NOT_MEASURED if measured is None else MEASURED)
     ratio = None
     if measured is not None:
+        if stand_in:
+            reason = f"rehearsed on preset {stand_in}, which stands for {row['preset']}"
         reason = reason or _incomparable(row, published["comparable"], summary)
         ratio = measured / row["value"] if reason is None and row["value"] else None
     return {
@@ -58,40 +63,87 @@ def _row(
         "published": row["value"],
         "published_on": "another machine (historical)" if row.get("historical") else published["environment"]["device"],
         "measured": measured,
-        "measured_on": summary["device"]["name"] if measured is not None else None,
+        "measured_on": (found.get("on") or summary["device"]["name"]) if measured is not None else None,
         "ratio": ratio,
         "status": status,
         "reason": reason,
     }
 
 
-def _find(row: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+def device_name(machine: dict[str, Any]) -> str:
+    """What a table calls a machine, from its class."""
+    return machine["gpu"] if machine["device"] == "cuda" else f"{machine['cpu']}, {machine['cpus']} CPUs"
+
+
+def _find(row: dict[str, Any], preset: str | None, summary: dict[str, Any]) -> dict[str, Any]:
     if row.get("historical"):
         return {"status": HISTORICAL, "reason": "historical figure of another machine; not measured again"}
-    preset, find = row.get("preset"), row.get("find")
+    if row.get("why"):
+        return {"reason": row["why"]}
+    find, programme = row.get("find", {}), summary["programme"] or {"rows": {}, "pairs": {}}
     if row.get("needs") == "cuda" and summary["device"]["kind"] != "cuda":
         return {"reason": "needs CUDA"}
-    if preset is not None and preset not in summary["presets"]:
+    if "allocation" in find:
+        return _value(summary["allocation"], find["allocation"], row, summary["allocation"].get("reason"))
+    if preset not in summary["presets"]:
         return {"reason": f"preset {preset} is not part of this experiment"}
-    if not find:
-        return {"reason": "not part of this experiment"}
+    if names := [name for name in _listed(find.get("row")) if name in programme["rows"]]:
+        return _best([_measured(programme["rows"][name], row, "rows") for name in names])
+    if find.get("pair") in programme["pairs"]:
+        return _measured(programme["pairs"][find["pair"]], row, "pairs")
     if find.get("tuning") == "retention":
-        return _found((summary["tuning"].get(preset) or {}).get("retention"), "no retention rule here", offset=-1)
+        return _value(summary["tuning"].get(preset) or {}, "retention", row, "no retention rule here")
     if "tuning" in find:
-        return _from_tuning(find["tuning"], row["unit"], summary["tuning"].get(preset))
+        return _from_tuning(find["tuning"], row, summary["tuning"].get(preset))
     if "matched" in find:
-        return _from_matched(find["matched"], find["figure"], summary["matched"].get(preset))
-    check = (summary["parity"].get(preset) or {}).get(find["parity"])
-    if check is None:
-        return {"reason": f"no parity check of {find['parity']} weights in this experiment"}
-    return _found(check.get(find["figure"]), check.get("reason"))
+        return _from_matched(find["matched"], row, summary["matched"].get(preset))
+    if "parity" in find:
+        check = (summary["parity"].get(preset) or {}).get(find["parity"])
+        if check is None:
+            return {"reason": f"no parity check of {find['parity']} weights in this experiment"}
+        return _value(check, find["figure"], row, check.get("reason")) | _on(check)
+    return {"reason": "not part of this experiment"}
 
 
-def _found(value: float | None, reason: str | None, offset: float = 0) -> dict[str, Any]:
-    return {"reason": reason or "not recorded"} if value is None else {"measured": value + offset}
+def _listed(names: str | list[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else names or []
 
 
-def _from_tuning(where: dict[str, Any], unit: str, tuning: dict[str, Any] | None) -> dict[str, Any]:
+def _value(found: dict[str, Any], figure: str, row: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    """The figure at a dotted path of `found`, in the row's unit; else the reason for its absence."""
+    value: Any = found
+    for key in figure.split("."):
+        try:
+            value = value[int(key) if isinstance(value, list) else key]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    if value is None:
+        return {"reason": reason or "not recorded"}
+    find = row["find"]
+    return {"measured": value * SCALES.get(row["unit"], 1) * find.get("scale", 1) + find.get("offset", 0)}
+
+
+def _on(found: dict[str, Any]) -> dict[str, Any]:
+    machine = (found.get("environment") or {}).get("class")
+    return {"on": device_name(machine)} if machine else {}
+
+
+def _measured(found: dict[str, Any], row: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The figure of one row or pair of the programme; a failed one keeps its status."""
+    if found["status"] != "ok":
+        reason = found["reason"] if kind == "rows" else found["status_reason"]
+        return {"status": found["status"], "reason": reason or found["status"]}
+    figure = row["find"]["figure"]
+    why = "reason" if kind == "pairs" else "profile_reason" if figure.startswith("kernel") else "ratio_reason"
+    return _value(found, figure, row, found[why]) | _on(found)
+
+
+def _best(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest of several answers; the first reason where none was measured."""
+    return max((f for f in found if "measured" in f), key=lambda f: f["measured"], default=found[0])
+
+
+def _from_tuning(where: dict[str, Any], row: dict[str, Any], tuning: dict[str, Any] | None) -> dict[str, Any]:
     if tuning is None:
         return {"reason": "no tuning of this preset in this experiment"}
     wanted = {"compile_mode": "default", "sdpa_backend": "auto"} | where
@@ -102,19 +154,16 @@ def _from_tuning(where: dict[str, Any], unit: str, tuning: dict[str, Any] | None
         if all(execution.get(key) == value for key, value in wanted.items()):
             if candidate["status"] != "ok":
                 return {"status": candidate["status"], "reason": candidate.get("reason") or candidate["status"]}
-            if unit == "GiB":
-                peak = candidate.get("peak_bytes")
-                return _found(None if peak is None else peak / GIB, "peak not recorded")
-            return _found(candidate["targets_per_s"], None)
+            return _value(candidate, row["find"]["figure"], row, "not recorded")
     return {"reason": "no candidate of the grid has these settings"}
 
 
-def _from_matched(arms: str | list[str], figure: str, matched: dict[str, Any] | None) -> dict[str, Any]:
+def _from_matched(arms: str | list[str], row: dict[str, Any], matched: dict[str, Any] | None) -> dict[str, Any]:
     if matched is None:
         return {"reason": "no matched runs of this preset in this experiment"}
-    for arm in [arms] if isinstance(arms, str) else arms:
+    for arm in _listed(arms):
         if arm in matched["arms"]:
-            return _found(matched["arms"][arm].get(figure), matched["arms"][arm].get("reason"))
+            return _value(matched["arms"][arm], row["find"]["figure"], row, matched["arms"][arm].get("reason"))
     return {"reason": f"no matched arm {arms!r} in this experiment"}
 
 

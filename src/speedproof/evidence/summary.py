@@ -10,6 +10,7 @@ from speedproof.core import files
 from speedproof.core.errors import UserError
 from speedproof.core.identity import SOURCES, canonical, differences, source_digest
 from speedproof.evidence import published
+from speedproof.evidence.allocation import allocation
 from speedproof.settings.recipe import Recipe
 
 SCHEMA_VERSION = 1
@@ -36,7 +37,7 @@ def summarise(
         raise UserError(f"{results}: holds no preset's recipe.yaml; run `snakemake all` first")
     recipes = {name: _recipe(results / name / "recipe.yaml", name) for name in names}
     machines = _machines(results, names)
-    derivatives = results / "parity" / "derivatives.json"
+    derivatives, programme = results / "parity" / "derivatives.json", results / "programme" / "programme.json"
     summary: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "experiment": experiment,
@@ -53,6 +54,8 @@ def summarise(
         "parity": {name: _parity(results / name / "parity") for name in names},
         "finalist_parity": _each(results, names, "tuning/finalist_parity.json"),
         "derivatives": files.read_json(derivatives) if derivatives.is_file() else None,
+        "programme": files.read_json(programme) if programme.is_file() else None,
+        "allocation": allocation({job for m in machines for job in m["jobs"]}),
         "extra": extra or {},
         "provenance": _provenance(results),
     }
@@ -128,16 +131,22 @@ def _parity(folder: Path) -> dict[str, Any]:
 
 
 def _machines(results: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Every distinct machine that a result was made on, the one with most results first."""
-    patterns = ("matched/runs/*/result.json", "parity/*.json", "tuning/*/slot*.json")
+    """Every distinct machine that a result was made on, the one with most results first, with the jobs that ran there.
+
+    A machine is its class and its host; `facts` are those of its first result.
+    """
+    patterns = [f"{n}/{p}" for n in names for p in ("matched/runs/*/result.json", "parity/*.json", "tuning/**/*.json")]
     found: dict[str, tuple[int, dict[str, Any]]] = {}
-    for name in names:
-        for path in sorted(p for pattern in patterns for p in (results / name).glob(pattern)):
-            machine = files.read_json(path).get("environment")
-            if machine:
-                kept = {"class": machine["class"], "facts": machine.get("facts") or {}}
-                key = canonical([kept["class"], kept["facts"].get("hostname")])
-                found[key] = (found.get(key, (0,))[0] + 1, kept)
+    for path in sorted(p for pattern in (*patterns, "programme/*/*.json") for p in results.glob(pattern)):
+        value = files.read_json(path)
+        machine = value.get("environment") if isinstance(value, dict) else None
+        if machine:
+            facts = machine.get("facts") or {}
+            new = {"class": machine["class"], "facts": facts, "jobs": set()}
+            key = canonical([machine["class"], facts.get("hostname")])
+            count, kept = found.get(key, (0, new))
+            kept["jobs"] |= {facts["job"]} if facts.get("job") else set()
+            found[key] = (count + 1, kept)
     if not found:
         raise UserError(f"{results}: no result says what machine it was made on; run `snakemake all` first")
     return [machine for _, machine in sorted(found.values(), key=lambda entry: -entry[0])]
@@ -145,9 +154,7 @@ def _machines(results: Path, names: list[str]) -> list[dict[str, Any]]:
 
 def _device(machines: list[dict[str, Any]]) -> dict[str, Any]:
     machine = machines[0]["class"]
-    kind = machine["device"]
-    name = machine["gpu"] if kind == "cuda" else f"{machine['cpu']}, {machine['cpus']} CPUs"
-    return {"kind": kind, "name": name}
+    return {"kind": machine["device"], "name": published.device_name(machine)}
 
 
 def _provenance(results: Path) -> dict[str, Any]:

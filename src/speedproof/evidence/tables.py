@@ -1,14 +1,13 @@
 """A summary as people read it: summary.md with the verdicts first, CSV tables, and the rows behind the figures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from speedproof.evidence import programme_tables
+from speedproof.evidence.grid import GIB, flat, grid, number
 from speedproof.evidence.plots import PHASES
-
-MEGA = 1e6
-GIB = 2**30
 
 
 def verdict_table(summary: dict[str, Any]) -> str:
@@ -18,10 +17,10 @@ def verdict_table(summary: dict[str, Any]) -> str:
         (
             row["preset"],
             row["arm"],
-            _number(row["targets_per_s"], ",.0f"),
-            _number(row["speedup_steady"], ".2f", "×"),
-            _number(row["speedup_session"], ".2f", "×"),
-            "reference" if row["reference"] else _number(row["loss_difference_nats"], "+.6f"),
+            number(row["targets_per_s"], ",.0f"),
+            number(row["speedup_steady"], ".2f", "×"),
+            number(row["speedup_session"], ".2f", "×"),
+            "reference" if row["reference"] else number(row["loss_difference_nats"], "+.6f"),
             {True: "holds", False: "FAILS", None: "–"}[row["parity_holds"]],
             _confirmed(row),
         )
@@ -41,7 +40,7 @@ def _confirmed(row: dict[str, Any]) -> str:
     if row["verdict"] is None or row["verdict"] == "default":
         return row["verdict"] or "–"
     interval = f" [{row['low']:.2f}, {row['high']:.2f}]" if row["low"] is not None else ""
-    return f"{row['verdict']} {_number(row['ratio'], '.2f', '×')}{interval}"
+    return f"{row['verdict']} {number(row['ratio'], '.2f', '×')}{interval}"
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -83,6 +82,7 @@ def markdown(summary: dict[str, Any]) -> str:
         parts += [f"## Tuning of {preset}", _tuning(tuning), _decisions(tuning)]
     for preset, matched in summary["matched"].items():
         parts += [f"## Matched runs of {preset}", _matched(matched), "### Where the seconds went", _waterfall(matched)]
+    parts += programme_tables.sections(summary)
     parts += ["## Parity", _parity(summary)]
     parts += ["## Published beside measured", f"Published by others: {summary['published_source']}"]
     parts += [_published(summary)]
@@ -94,17 +94,17 @@ def _tuning(tuning: dict[str, Any]) -> str:
         (
             row["stage"],
             row["name"],
-            _number(row["targets_per_s"], ",.0f"),
-            _number(row["ratio_to_default"], ".3f"),
-            _number(row["warmup_s"], ",.1f"),
-            _number(row["peak_bytes"] and row["peak_bytes"] / GIB, ".2f"),
+            number(row["targets_per_s"], ",.0f"),
+            number(row["ratio_to_default"], ".3f"),
+            number(row["warmup_s"], ",.1f"),
+            number(row["peak_bytes"] and row["peak_bytes"] / GIB, ".2f"),
             row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
             ", ".join(map(str, row["flags"])),
         )
         for row in tuning["rows"]
     ]
     head = ("stage", "candidate", "targets/s", "to default", "warm-up s", "peak GiB", "status", "flags")
-    return _grid(head, rows, numeric={2, 3, 4, 5})
+    return grid(head, rows, numeric={2, 3, 4, 5})
 
 
 def _decisions(tuning: dict[str, Any]) -> str:
@@ -123,21 +123,21 @@ def _matched(matched: dict[str, Any]) -> str:
     rows = [
         (
             name,
-            _number(arm["median_targets_per_s"], ",.0f"),
-            _number(arm["aggregate_targets_per_s"], ",.0f"),
-            _number(arm["speedup_steady"], ".2f"),
-            _number(arm["speedup_session"], ".2f"),
-            _number(arm["session_s"], ",.1f"),
-            _number(arm["full_validation_loss"], ".6f"),
-            _number(arm["loss_difference_nats"], "+.6f"),
-            _number(arm["repeat_spread_nats"], ".6f"),
-            _number(arm["break_even_targets"], ",.0f"),
+            number(arm["median_targets_per_s"], ",.0f"),
+            number(arm["aggregate_targets_per_s"], ",.0f"),
+            number(arm["speedup_steady"], ".2f"),
+            number(arm["speedup_session"], ".2f"),
+            number(arm["session_s"], ",.1f"),
+            number(arm["full_validation_loss"], ".6f"),
+            number(arm["loss_difference_nats"], "+.6f"),
+            number(arm["repeat_spread_nats"], ".6f"),
+            number(arm["break_even_targets"], ",.0f"),
         )
         for name, arm in ((name, matched["arms"][name]) for name in matched["order"])
     ]
     head = ("arm", "steady targets/s", "aggregate targets/s", "steady ×", "session ×", "session s", "loss nats")
     head += ("difference nats", "repeat spread nats", "break-even targets")
-    return f"{matched['targets']:,} targets each.\n\n" + _grid(head, rows, numeric=set(range(1, len(head))))
+    return f"{matched['targets']:,} targets each.\n\n" + grid(head, rows, numeric=set(range(1, len(head))))
 
 
 def _waterfall(matched: dict[str, Any]) -> str:
@@ -145,8 +145,8 @@ def _waterfall(matched: dict[str, Any]) -> str:
     rows = []
     for name in matched["order"]:
         seconds = matched["arms"][name]["phases_s"]
-        rows.append((name, *(_number(seconds.get(p), ",.1f") for p in phases), _number(sum(seconds.values()), ",.1f")))
-    return _grid(("arm", *phases, "process s"), rows, numeric=set(range(1, len(phases) + 2)))
+        rows.append((name, *(number(seconds.get(p), ",.1f") for p in phases), number(sum(seconds.values()), ",.1f")))
+    return grid(("arm", *phases, "process s"), rows, numeric=set(range(1, len(phases) + 2)))
 
 
 def _parity(summary: dict[str, Any]) -> str:
@@ -154,12 +154,12 @@ def _parity(summary: dict[str, Any]) -> str:
         (
             preset,
             kind,
-            _number(check["fast_loss_nats"], ".6f"),
-            _number(check["reference_loss_nats"], ".6f"),
-            _number(check["loss_difference_nats"], "+.1e"),
-            _number(check["gradient_error"] and 100 * check["gradient_error"], ".3g", " %"),
+            number(check["fast_loss_nats"], ".6f"),
+            number(check["reference_loss_nats"], ".6f"),
+            number(check["loss_difference_nats"], "+.1e"),
+            number(check["gradient_error"] and 100 * check["gradient_error"], ".3g", " %"),
             f"{check['worst_tensor']['name']} "
-            + _number(
+            + number(
                 check["worst_tensor"]["gradient_error"] and 100 * check["worst_tensor"]["gradient_error"], ".3g", " %"
             ),
             "holds" if check["holds"] else f"FAILS: {check['reason']}",
@@ -177,7 +177,7 @@ def _parity(summary: dict[str, Any]) -> str:
         "worst tensor",
         "parity",
     )
-    text = _grid(head, rows, numeric={2, 3, 4, 5})
+    text = grid(head, rows, numeric={2, 3, 4, 5})
     if summary["derivatives"]:
         checks = summary["derivatives"]["checks"]
         text += "\n\n" + "; ".join(f"{c['name']} {'holds' if c['holds'] else 'FAILS'} ({c['reason']})" for c in checks)
@@ -192,20 +192,21 @@ def _published(summary: dict[str, Any]) -> str:
             row["unit"],
             _plain(row["published"]),
             _plain(row["measured"]),
-            _number(row["ratio"], ".3f"),
+            row["measured_on"] or "–",
+            number(row["ratio"], ".3f"),
             row["status"].replace("_", " ") + (f": {row['reason']}" if row["reason"] else ""),
         )
         for row in summary["published"]
     ]
     on = next((row["published_on"] for row in summary["published"] if row["status"] != "historical"), "GH200")
-    head = ("quantity", "unit", f"published ({on})", f"measured ({summary['device']['name']})", "ratio", "status")
-    return _grid(head, rows, numeric={2, 3, 4})
+    head = ("quantity", "unit", f"published ({on})", "measured", "measured on", "ratio", "status")
+    return grid(head, rows, numeric={2, 3, 5})
 
 
 def frames(summary: dict[str, Any]) -> dict[str, pd.DataFrame]:
     """The CSV tables by name."""
-    tuning = [{"preset": p, **_flat(row)} for p, value in summary["tuning"].items() for row in value["rows"]]
-    runs = [{"preset": p, **_flat(row)} for p, value in summary["matched"].items() for row in value["runs"]]
+    tuning = [{"preset": p, **flat(row)} for p, value in summary["tuning"].items() for row in value["rows"]]
+    runs = [{"preset": p, **flat(row)} for p, value in summary["matched"].items() for row in value["runs"]]
     phases = [
         {"preset": preset, "arm": name, "phase": phase, "seconds": seconds}
         for preset, matched in summary["matched"].items()
@@ -213,7 +214,7 @@ def frames(summary: dict[str, Any]) -> dict[str, pd.DataFrame]:
         for phase, seconds in matched["arms"][name]["phases_s"].items()
     ]
     parity = [
-        {"preset": p, **{k: v for k, v in _flat(check).items() if not k.startswith("environment.")}}
+        {"preset": p, **{k: v for k, v in flat(check).items() if not k.startswith("environment.")}}
         for p, checks in summary["parity"].items()
         for check in checks.values()
     ]
@@ -224,7 +225,7 @@ def frames(summary: dict[str, Any]) -> dict[str, pd.DataFrame]:
         "waterfall": phases,
         "parity": parity,
         "published": summary["published"],
-    }
+    } | programme_tables.rows(summary)
     return {name: pd.DataFrame(rows) for name, rows in tables.items()}
 
 
@@ -240,32 +241,8 @@ def ladder_rows(tuning: dict[str, Any]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as dotted columns; lists as text."""
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list) else value
-    return flat
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
-
-
 def _plain(value: float | None) -> str:
     """A figure as exact as it was given, with separators where they help."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.7g}"
-
-
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: set[int]) -> str:
-    """A Markdown table; a bar inside a cell would end it."""
-    ruler = ["--:" if i in numeric else "---" for i in range(len(head))]
-    lines = [head, ruler, *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in c) + " |" for c in lines
-    )

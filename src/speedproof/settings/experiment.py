@@ -157,7 +157,7 @@ class Experiment(Strict):
                 raise ValueError(f"{key} names {preset!r}, which presets does not list; add it there")
         for name in (*self.programme.rows, *self.programme.pairs):
             if not re.match(NAME, name):
-                raise ValueError(f"programme: the name {name!r} becomes a file's; use letters, digits, '.', '_' and '-'")
+                raise ValueError(f"programme: {name!r} becomes a file's name; use letters, digits, '.', '_' and '-'")
         if self.parity.arm not in self.matched.arms:
             raise ValueError(f"parity.arm {self.parity.arm!r} is no arm of matched.arms; choose one of them")
         if self.slurm.measure_minutes * 60 <= self.protocol.deadline_s:

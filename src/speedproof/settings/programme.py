@@ -58,7 +58,7 @@ class Programme(Strict):
             if row.against is None:
                 continue
             if row.against not in self.rows:
-                raise ValueError(f"rows.{name}.against: {row.against!r} is no row; choose one of {', '.join(self.rows)}")
+                raise ValueError(f"rows.{name}.against: {row.against!r} is no row; use one of {', '.join(self.rows)}")
             if self.rows[row.against].preset != row.preset:
                 raise ValueError(f"rows.{name}.against: {row.against!r} has another preset; choose one of {row.preset}")
         return self
