@@ -64,8 +64,9 @@ def test_the_fast_path_agrees_with_the_reference(miniature_recipe, miniature_exe
     reference = build(recipe, None, "cpu").double()
     wanted = reference(tokens)
     assert wanted.dtype == torch.float64
-    for rope, backend in product(("cached", "uncached"), ("auto", "flash", "math")):
-        model = build(recipe, miniature_execution(rope=rope, sdpa_backend=backend), "cpu")
+    for rope, backend, projections in product(("cached", "uncached"), ("auto", "flash", "math"), ("separate", "fused")):
+        execution = miniature_execution(rope=rope, sdpa_backend=backend, projections=projections)
+        model = build(recipe, execution, "cpu")
         torch.testing.assert_close(model(tokens).double(), wanted, rtol=0, atol=1e-5)
 
 

@@ -25,6 +25,7 @@ from speedproof.data.token_cache import TokenCache
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
 from speedproof.model.attention import UnsupportedBackend
+from speedproof.model.fused import by_name
 from speedproof.model.llama import Llama, build
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Parity
@@ -249,7 +250,8 @@ def _reference(model: Llama, rows: np.ndarray) -> tuple[float, dict[str, Tensor]
 
 
 def _gradients(model: Llama) -> dict[str, Tensor]:
-    return {name: weight.grad.detach().to("cpu", copy=True) for name, weight in model.named_parameters()}
+    gradients = by_name(model, lambda weight: weight.grad)
+    return {name: gradient.detach().to("cpu", copy=True) for name, gradient in gradients.items()}
 
 
 def _norm(value: Tensor) -> float:

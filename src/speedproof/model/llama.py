@@ -4,7 +4,7 @@ B is the microbatch, T the context, d the width, H the heads, D = d / H the head
 """
 
 import math
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from speedproof.model import loss
 from speedproof.model.attention import Backend, attention
+from speedproof.model.fused import FusedLinear, by_name, canonical_state
 from speedproof.model.rope import ROPES, Rope
 from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import ModelShape, Recipe
+
+Projections = Literal["separate", "fused"]
 
 
 class Numbers(Protocol):
@@ -41,14 +44,20 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention over H heads."""
 
-    def __init__(self, shape: ModelShape, rope: nn.Module, backend: Backend):
+    def __init__(self, shape: ModelShape, rope: nn.Module, backend: Backend, projections: Projections):
         super().__init__()
         d = shape.width
-        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.fused = projections == "fused"
+        if self.fused:
+            self.qkv = FusedLinear(d, q=d, k=d, v=d)
+        else:
+            self.q, self.k, self.v = (nn.Linear(d, d, bias=False) for _ in range(3))
+        self.o = nn.Linear(d, d, bias=False)
         self.heads, self.rope, self.attention = shape.heads, rope, attention(backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (self.heads, -1)) for project in (self.q, self.k, self.v))  # (B, T, H, D)
+        projected = self.qkv(x) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in projected)  # (B, T, H, D)
         q, k = self.rope(q), self.rope(k)
         y = self.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, D)
         return self.o(y.transpose(1, 2).flatten(-2))  # (B, T, d)
@@ -57,25 +66,29 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, projections: Projections):
         super().__init__()
-        self.gate = nn.Linear(shape.width, shape.ffn_width, bias=False)
-        self.up = nn.Linear(shape.width, shape.ffn_width, bias=False)
+        self.fused = projections == "fused"
+        if self.fused:
+            self.gate_up = FusedLinear(shape.width, gate=shape.ffn_width, up=shape.ffn_width)
+        else:
+            self.gate, self.up = (nn.Linear(shape.width, shape.ffn_width, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.ffn_width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x) if self.fused else (self.gate(x), self.up(x))
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
     """One layer; the residual x stays in FP32 under autocast."""
 
-    def __init__(self, shape: ModelShape, rope: nn.Module, backend: Backend, eps: float):
+    def __init__(self, shape: ModelShape, rope: nn.Module, backend: Backend, projections: Projections, eps: float):
         super().__init__()
         self.attention_norm = RMSNorm(shape.width, eps)
-        self.attention = Attention(shape, rope, backend)
+        self.attention = Attention(shape, rope, backend, projections)
         self.ffn_norm = RMSNorm(shape.width, eps)
-        self.ffn = FeedForward(shape)
+        self.ffn = FeedForward(shape, projections)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -86,21 +99,30 @@ class Llama(nn.Module):
     """The whole model. Its state-dict keys never depend on the execution."""
 
     def __init__(
-        self, shape: ModelShape, numbers: Numbers, *, sdpa_backend: Backend = "auto", rope: Rope = "cached"
+        self,
+        shape: ModelShape,
+        numbers: Numbers,
+        *,
+        sdpa_backend: Backend = "auto",
+        rope: Rope = "cached",
+        projections: Projections = "separate",
     ) -> None:
         super().__init__()
         self.shape, self.init_std = shape, numbers.init_std
         tables = ROPES[rope](shape.context_length, shape.head_size, numbers.rope_theta)  # shared by all layers
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, tables, sdpa_backend, numbers.norm_eps) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape, tables, sdpa_backend, projections, numbers.norm_eps) for _ in range(shape.layers)
+        )
         self.norm = RMSNorm(shape.width, numbers.norm_eps)
+        canonical_state(self)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Draw the weights from `seed`, in the order of their names: normal with `init_std`, and smaller by
         √(2 layers) where they write to the residual; norm scales are one."""
         generator = torch.Generator().manual_seed(seed)
-        for name, weight in self.named_parameters():
+        for name, weight in by_name(self).items():
             if weight.dim() == 1:
                 weight.fill_(1.0)
             else:
@@ -128,8 +150,10 @@ def build(recipe: Recipe, execution: Execution | None, device: torch.device | st
 
     Without an execution it is the reference: explicit attention and uncached angles, FP32 or, after `.double()`, FP64.
     """
-    backend, rope = (execution.sdpa_backend, execution.rope) if execution else ("reference", "uncached")
+    ways: dict[str, Any] = {"sdpa_backend": "reference", "rope": "uncached", "projections": "separate"}
+    if execution is not None:
+        ways = {way: getattr(execution, way) for way in ways}
     with torch.device("meta"):  # PyTorch's own initialisation would be thrown away
-        model = Llama(recipe.model, recipe, sdpa_backend=backend, rope=rope)
+        model = Llama(recipe.model, recipe, **ways)
     model.to_empty(device="cpu").initialise(recipe.seed)
     return model.to(device)

@@ -23,6 +23,9 @@ class Execution(Strict):
     sdpa_backend: SdpaBackend
     cpu_threads: PositiveInt = Field(description="PyTorch's intra-op threads")
     rope: Literal["cached", "uncached"] = Field(description="FP32 tables kept outside the graph, or angles each time")
+    projections: Literal["separate", "fused"] = Field(
+        description="fused: q, k, v and gate, up are stored and multiplied as one matrix each"
+    )
     partial: Literal["eager", "compiled"] = Field(description="how a shorter last microbatch runs")
     finite_checks: Literal["separate", "merged"] = Field(
         description="separate: each microbatch loss and the gradients read by the host; merged: one read an update"

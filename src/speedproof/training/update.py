@@ -14,6 +14,7 @@ from torch import Tensor
 from speedproof.core.errors import UserError
 from speedproof.data.loader import to_device
 from speedproof.model.attention import check_backend
+from speedproof.model.fused import by_name
 from speedproof.model.llama import build
 from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import Recipe
@@ -21,6 +22,8 @@ from speedproof.training.compile import GRAPH_MODES, CompiledLoss, compile_error
 from speedproof.training.optimizer import build_optimizer
 from speedproof.training.precision import autocast, compute_dtype, require_resolved
 from speedproof.training.schedule import learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NonFinite(UserError):
@@ -153,31 +156,31 @@ class Updater:
     def _reject(self, tensor: str | None) -> None:
         """Drop the gradients and raise NonFinite, naming the first tensor that is to blame."""
         if tensor is None:
-            bad = (n for n, w in self.model.named_parameters() if not torch.isfinite(w.grad).all())
+            gradients = by_name(self.model, lambda weight: weight.grad).items()
+            bad = (name for name, gradient in gradients if not torch.isfinite(gradient).all())
             tensor = next((f"gradient of {name}" for name in bad), "gradient norm")
         self.optimizer.zero_grad(set_to_none=not self._replays)
         raise NonFinite(self.updates + 1, tensor)
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (no copies) under canonical names, and the counters; the same for every execution."""
-        moments: dict[str, Tensor] = {}
-        for name, weight in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(weight, {}).items():
-                if key != "step":
-                    moments[f"{name}.{key}"] = value
         return {
-            "model": {name: value.detach() for name, value in self.model.state_dict().items()},
-            "moments": moments,
+            "model": by_name(self.model),
+            "moments": self._moments() if self.updates else {},
             "step": self.updates,
             "targets_seen": self.targets_seen,
             "updates": self.updates,
         }
 
+    def _moments(self) -> dict[str, Tensor]:
+        found = [(moment, by_name(self.model, lambda w, m=moment: self.optimizer.state[w][m])) for moment in MOMENTS]
+        return {f"{name}.{moment}": value for moment, values in found for name, value in values.items()}
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Raises UserError naming a tensor that is missing, unknown or of another shape."""
-        weights = dict(self.model.named_parameters())
-        moments = {f"{n}.{m}": w for n, w in weights.items() for m in ("exp_avg", "exp_avg_sq") if state["step"]}
+        weights = by_name(self.model)
+        moments = {f"{n}.{m}": w for n, w in weights.items() for m in MOMENTS if state["step"]}
         for what, expected, found in (("model", weights, state["model"]), ("moments", moments, state["moments"])):
             for name in sorted(expected.keys() ^ found.keys()):
                 raise UserError(f"{what}.{name}: {'missing' if name in expected else 'unknown'} in the saved state")
@@ -189,12 +192,12 @@ class Updater:
         self.optimizer.state.clear()
         for name, weight in weights.items():
             weight.copy_(state["model"][name])
-            if state["step"]:
-                self.optimizer.state[weight] = {
-                    "step": torch.tensor(float(state["step"]), device=weight.device),
-                    "exp_avg": state["moments"][f"{name}.exp_avg"].to(weight.device, copy=True),
-                    "exp_avg_sq": state["moments"][f"{name}.exp_avg_sq"].to(weight.device, copy=True),
-                }
+        if state["step"]:
+            for weight in self._weights:
+                step = torch.tensor(float(state["step"]), device=weight.device)
+                self.optimizer.state[weight] = {"step": step} | {m: torch.empty_like(weight) for m in MOMENTS}
+            for name, moment in self._moments().items():
+                moment.copy_(state["moments"][name])
         self.targets_seen, self.updates = state["targets_seen"], state["updates"]
 
 
