@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speedproof.model import loss
 from speedproof.model.attention import Backend, attention
 from speedproof.model.fused import FusedLinear, by_name, canonical_state
+from speedproof.model.peers import TransformersLlama
 from speedproof.model.rope import ROPES, Rope
 from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import ModelShape, Recipe
@@ -145,11 +146,15 @@ class Llama(nn.Module):
         return loss.nll_sum(self(inputs), targets)
 
 
-def build(recipe: Recipe, execution: Execution | None, device: torch.device | str) -> Llama:
+def build(recipe: Recipe, execution: Execution | None, device: torch.device | str) -> Llama | TransformersLlama:
     """The recipe's model on `device`, its weights drawn from recipe.seed on the CPU: the same on every device.
 
     Without an execution it is the reference: explicit attention and uncached angles, FP32 or, after `.double()`, FP64.
     """
+    if execution is not None and execution.implementation == "transformers":
+        peer = TransformersLlama(recipe, sdpa_backend=execution.sdpa_backend)
+        peer.load_state_dict(build(recipe, None, "cpu").state_dict())
+        return peer.to(device)
     ways: dict[str, Any] = {"sdpa_backend": "reference", "rope": "uncached", "projections": "separate"}
     if execution is not None:
         ways = {way: getattr(execution, way) for way in ways}

@@ -9,14 +9,21 @@ from speedproof.settings.recipe import Recipe
 from speedproof.settings.strict import Strict
 
 Device = Literal["cpu", "cuda"]
+Implementation = Literal["native", "transformers"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "math"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+NATIVE_ONLY = {"rope": "uncached", "projections": "separate"}
+"""Settings that only the native model has, with the value that says what a peer does."""
 
 
 class Execution(Strict):
     """A complete execution; every field present wherever one is written down."""
 
     device: Device
+    implementation: Implementation = Field(
+        description="native: this project's model; transformers: its Llama as a peer (envs/peers.txt)"
+    )
     microbatch: PositiveInt = Field(description="blocks of one forward and backward pass")
     compile: bool
     compile_mode: CompileMode = Field(description="torch.compile's mode; without effect when compile is false")
@@ -41,3 +48,13 @@ class Execution(Strict):
                 f"update (recipe.targets_per_update {recipe.targets_per_update}); "
                 f"use one of {[m for m in range(1, recipe.blocks_per_update + 1) if recipe.blocks_per_update % m == 0]}"
             )
+        for key, value in NATIVE_ONLY.items():
+            if self.implementation != "native" and getattr(self, key) != value:
+                raise UserError(
+                    f"execution.{key}: {getattr(self, key)!r} is the native model's alone; "
+                    f"use {value!r} with implementation {self.implementation!r}"
+                )
+
+    def peer(self, implementation: Implementation) -> "Execution":
+        """The same way to run a recipe, as far as `implementation` goes along."""
+        return self.model_copy(update={"implementation": implementation} | NATIVE_ONLY)
