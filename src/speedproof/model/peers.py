@@ -14,7 +14,7 @@ from torch.nn.attention import sdpa_kernel
 
 from speedproof.core.errors import UserError
 from speedproof.model.attention import FORCED, Backend
-from speedproof.model.names import TIED, ours, theirs
+from speedproof.model.names import TIED, llama_config, ours, theirs
 from speedproof.settings.recipe import Recipe
 
 TRANSFORMERS = "5.24.0"
@@ -32,30 +32,6 @@ def require_transformers() -> None:
             f"execution.implementation: 'transformers' needs its version {TRANSFORMERS}, found {found}; "
             "pip install -r envs/peers.txt"
         )
-
-
-def llama_config(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's model in the keys of transformers' LlamaConfig."""
-    shape = recipe.model
-    return {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.width,
-        "intermediate_size": shape.ffn_width,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
-        "head_dim": shape.head_size,
-        "max_position_embeddings": shape.context_length,
-        "hidden_act": "silu",
-        "rms_norm_eps": recipe.norm_eps,
-        "rope_theta": recipe.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
-        "initializer_range": recipe.init_std,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-    }
 
 
 class TransformersLlama(nn.Module):
