@@ -86,24 +86,32 @@ def test_partial_batches_through_the_compiler_compile_again_and_say_why(traced, 
 
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
-@pytest.mark.parametrize("rope", ["cached", "uncached"])
-def test_every_path_is_one_graph(traced, backend, rope, miniature_recipe, miniature_execution):
-    execution = miniature_execution(compile=True, microbatch=2, sdpa_backend=backend, rope=rope)
-    updater = Updater(miniature_recipe(), execution, "cpu")
-    eager = Updater(miniature_recipe(), miniature_execution(microbatch=2, sdpa_backend=backend, rope=rope), "cpu")
+@pytest.mark.parametrize(
+    "settings",
+    [{"rope": "cached"}, {"rope": "uncached"}, {"projections": "fused"}, {"loss": "chunked"}],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_every_path_is_one_graph(traced, backend, settings, miniature_recipe, miniature_execution):
+    ways = {"microbatch": 2, "sdpa_backend": backend} | settings
+    updater = Updater(miniature_recipe(), miniature_execution(compile=True, **ways), "cpu")
+    eager = Updater(miniature_recipe(), miniature_execution(**ways), "cpu")
     before = compiles(), graph_breaks()
-    assert updater.step(rows(4, 0)).loss_sum == pytest.approx(eager.step(rows(4, 0)).loss_sum, rel=1e-5)
-    assert (compiles() - before[0], graph_breaks() - before[1]) == (1, 0)
+    for seed in range(2):
+        assert updater.step(rows(4, seed)).loss_sum == pytest.approx(eager.step(rows(4, seed)).loss_sum, rel=1e-5)
+    graphs = 2 if "loss" in settings else 1
+    assert (compiles() - before[0], graph_breaks() - before[1]) == (graphs, 0)
 
 
-def test_compiled_validation_pads_its_last_batch(traced, tmp_path, miniature_recipe, miniature_execution):
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_compiled_validation_pads_its_last_batch(traced, loss, tmp_path, miniature_recipe, miniature_execution):
     tokens = TokenCache.synthetic(tmp_path, 61, 400, CONTEXT * 7 + 6, seed=0).validation
-    recipe, execution = miniature_recipe(), miniature_execution(evaluation_batch=3, evaluation_compile=True)
+    recipe = miniature_recipe()
+    execution = miniature_execution(evaluation_batch=3, evaluation_compile=True, loss=loss)
     model = Updater(recipe, execution, "cpu").model
     before = compiles()
     found = [evaluate(model, tokens, recipe, execution, "cpu") for _ in range(2)]
     wanted = evaluate(model, tokens, recipe, miniature_execution(), "cpu")
-    assert compiles() - before == 1, "one shape, and not again at the next validation"
+    assert compiles() - before == (2 if loss == "chunked" else 1), "one shape, and not again at the next validation"
     for evaluation in found:
         assert evaluation.targets == wanted.targets
         assert evaluation.loss == pytest.approx(wanted.loss, rel=1e-6)

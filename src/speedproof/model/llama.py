@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedproof.model import loss
 from speedproof.model.attention import Backend, attention
 from speedproof.model.fused import FusedLinear, by_name, canonical_state
+from speedproof.model.loss import LOSSES, Loss
 from speedproof.model.peers import TransformersLlama
 from speedproof.model.rope import ROPES, Rope
 from speedproof.settings.execution import Execution
@@ -107,6 +107,7 @@ class Llama(nn.Module):
         sdpa_backend: Backend = "auto",
         rope: Rope = "cached",
         projections: Projections = "separate",
+        loss: Loss = "plain",
     ) -> None:
         super().__init__()
         self.shape, self.init_std = shape, numbers.init_std
@@ -116,6 +117,7 @@ class Llama(nn.Module):
             Block(shape, tables, sdpa_backend, projections, numbers.norm_eps) for _ in range(shape.layers)
         )
         self.norm = RMSNorm(shape.width, numbers.norm_eps)
+        self.loss = LOSSES[loss]()
         canonical_state(self)
 
     @torch.no_grad()
@@ -133,17 +135,21 @@ class Llama(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (B, T, V) of token ids `inputs` (B, T) int64."""
+        return F.linear(self.hidden(inputs), self.embedding.weight)
+
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """What the head is given, (B, T, d)."""
         x = self.embedding(inputs)  # (B, T, d)
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.norm(x)
 
     def nll_sum(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed loss in nats of `targets` (B, T) given `inputs` (B, T); see `loss.nll_sum`.
 
-        This is what is compiled and trained, so that head and loss can be put together behind it.
+        This is what is trained and compiled; see `training.compile` for what the compiler gets of a chunked loss.
         """
-        return loss.nll_sum(self(inputs), targets)
+        return self.loss(self.hidden(inputs), self.embedding.weight, targets)
 
 
 def build(recipe: Recipe, execution: Execution | None, device: torch.device | str) -> Llama | TransformersLlama:
@@ -155,7 +161,7 @@ def build(recipe: Recipe, execution: Execution | None, device: torch.device | st
         peer = TransformersLlama(recipe, sdpa_backend=execution.sdpa_backend)
         peer.load_state_dict(build(recipe, None, "cpu").state_dict())
         return peer.to(device)
-    ways: dict[str, Any] = {"sdpa_backend": "reference", "rope": "uncached", "projections": "separate"}
+    ways: dict[str, Any] = {"sdpa_backend": "reference", "rope": "uncached", "projections": "separate", "loss": "plain"}
     if execution is not None:
         ways = {way: getattr(execution, way) for way in ways}
     with torch.device("meta"):  # PyTorch's own initialisation would be thrown away

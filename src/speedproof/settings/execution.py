@@ -33,6 +33,9 @@ class Execution(Strict):
     projections: Literal["separate", "fused"] = Field(
         description="fused: q, k, v and gate, up are stored and multiplied as one matrix each"
     )
+    loss: Literal["plain", "chunked"] = Field(
+        description="chunked: head and cross-entropy some targets at a time, their gradient in the forward pass"
+    )
     partial: Literal["eager", "compiled"] = Field(description="how a shorter last microbatch runs")
     finite_checks: Literal["separate", "merged"] = Field(
         description="separate: each microbatch loss and the gradients read by the host; merged: one read an update"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from speedproof.core.errors import UserError
 from speedproof.model.llama import Llama
+from speedproof.model.loss import Chunked
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Compile modes that replay CUDA graphs, whose outputs live only until the next replay."""
@@ -39,16 +40,25 @@ _SEEN: dict[tuple[int, ...], int] = {}
 
 
 class CompiledLoss:
-    """`model.nll_sum` as one compiled graph, with the shapes of inputs that it was called with."""
+    """`model.nll_sum` compiled, with the shapes of inputs that it was called with.
+
+    It is one graph. A chunked loss takes no part in it, since its loop would be unrolled: then the graph ends before
+    the head, and what the loss does between its matrix products is a second one.
+    """
 
     def __init__(self, model: Llama, mode: str):
         # A partial batch sent through it compiles once more for each size, and epochs end in several sizes.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.shapes: dict[tuple[int, ...], int] = {}
         """Calls by shape of the inputs (B, T)."""
-        self._function: Callable[[Tensor, Tensor], Tensor] = torch.compile(
-            model.nll_sum, mode=mode, dynamic=False, fullgraph=True
-        )
+        loss = getattr(model, "loss", None)
+        if isinstance(loss, Chunked):
+            hidden = torch.compile(model.hidden, mode=mode, dynamic=False, fullgraph=True)
+            self._function: Callable[[Tensor, Tensor], Tensor] = lambda inputs, targets: loss(
+                hidden(inputs), model.embedding.weight, targets, compiled=True
+            )
+        else:
+            self._function = torch.compile(model.nll_sum, mode=mode, dynamic=False, fullgraph=True)
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         shape = tuple(inputs.shape)
