@@ -1,4 +1,5 @@
 # Names and wiring that every rule file shares; checks the config before anything runs.
+import json
 import os
 import sys
 from pathlib import Path
@@ -75,8 +76,6 @@ SECTIONS = {
     "parity": EXPERIMENT.parity.plain(),
     "programme": EXPERIMENT.programme.plain(),
 }
-for name, execution in EXPERIMENT.programme.executions(EXPERIMENT.execution).items():
-    SECTIONS[name] = execution.plain()
 
 
 wildcard_constraints:
@@ -262,6 +261,19 @@ def parity_inputs(wildcards):
     }
 
 
+def export_inputs(wildcards):
+    """The trained weights that parity checks, with the recipe and the tokenizer of their run."""
+    folder = f"{RESULTS}/{wildcards.preset}"
+    run = f"{folder}/matched/runs/{EXPERIMENT.parity.arm}-seed{EXPERIMENT.matched.seeds[0]}-repeat0"
+    tokenizer = Path(token_cache(wildcards)).parent
+    return {
+        "recipe": f"{run}/recipe.yaml",
+        "weights": f"{run}/weights.safetensors",
+        "tokenizer": tokenizer / "tokenizer.json",
+        "manifest": tokenizer / "tokenizer_manifest.json",
+    }
+
+
 def weights_option(wildcards, input):
     """The option that names trained weights; none for a fresh model."""
     return f"--weights {input.weights}" if input.get("weights") else ""
@@ -281,6 +293,11 @@ def cache_of_row(wildcards):
     """Manifest of that preset's token cache."""
     preset = EXPERIMENT.programme.rows[wildcards.row].preset
     return f"{RESULTS}/data/{tokenizer_name(preset)}/token_cache.json"
+
+
+def settings_of_row(wildcards):
+    """What a row changes of the experiment's execution."""
+    return json.dumps(EXPERIMENT.programme.rows[wildcards.row].set)
 
 
 def row_options(wildcards):
@@ -303,6 +320,16 @@ def cache_of_pair(wildcards):
     """Manifest of that preset's token cache."""
     preset = EXPERIMENT.programme.pairs[wildcards.pair].preset
     return f"{RESULTS}/data/{tokenizer_name(preset)}/token_cache.json"
+
+
+def incumbent_of_pair(wildcards):
+    """What a pair's A changes of the experiment's execution."""
+    return json.dumps(EXPERIMENT.programme.pairs[wildcards.pair].a)
+
+
+def challenger_of_pair(wildcards):
+    """What a pair's B changes of the experiment's execution."""
+    return json.dumps(EXPERIMENT.programme.pairs[wildcards.pair].b)
 
 
 def programme_results():

@@ -4,7 +4,7 @@
 rule measure_row:
     input:
         recipe=recipe_of_row,
-        execution=f"{SETTINGS}/rows/{{row}}.yaml",
+        execution=f"{SETTINGS}/execution.yaml",
         protocol=f"{SETTINGS}/measuring.yaml",
         cache=cache_of_row,
     output:
@@ -20,6 +20,7 @@ rule measure_row:
     resources:
         **measuring_job(EXPERIMENT.slurm.measure_minutes),
     params:
+        settings=settings_of_row,
         options=row_options,
         source=source_digest("measure"),
         store=STORE,
@@ -27,15 +28,14 @@ rule measure_row:
         "Measure row {wildcards.row} of the programme"
     shell:
         "python src/scripts/benchmark.py --recipe {input.recipe} --execution {input.execution}"
-        " --protocol {input.protocol} --cache {input.cache} --store {params.store} {params.options}"
-        " --telemetry {output.telemetry} --output {output.record} > {log} 2>&1"
+        " --set {params.settings:q} {params.options} --protocol {input.protocol} --cache {input.cache}"
+        " --store {params.store} --telemetry {output.telemetry} --output {output.record} > {log} 2>&1"
 
 
 rule compare_pair:
     input:
         recipe=recipe_of_pair,
-        a=f"{SETTINGS}/pairs/{{pair}}/a.yaml",
-        b=f"{SETTINGS}/pairs/{{pair}}/b.yaml",
+        execution=f"{SETTINGS}/execution.yaml",
         protocol=f"{SETTINGS}/measuring.yaml",
         cache=cache_of_pair,
     output:
@@ -50,13 +50,16 @@ rule compare_pair:
     resources:
         **measuring_job(EXPERIMENT.slurm.compare_minutes),
     params:
+        a=incumbent_of_pair,
+        b=challenger_of_pair,
         blocks=EXPERIMENT.protocol.blocks,
         source=source_digest("measure"),
         store=STORE,
     message:
         "Compare pair {wildcards.pair} of the programme in {params.blocks} A B B A blocks"
     shell:
-        "python src/scripts/compare.py --a {input.a} --b {input.b} --recipe {input.recipe}"
+        "python src/scripts/compare.py --a {input.execution} --set-a {params.a:q}"
+        " --b {input.execution} --set-b {params.b:q} --recipe {input.recipe}"
         " --protocol {input.protocol} --blocks {params.blocks} --cache {input.cache} --store {params.store}"
         " --output {output} > {log} 2>&1"
 

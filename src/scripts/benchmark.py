@@ -11,7 +11,7 @@ from speedproof.core.store import Store
 from speedproof.measure import records
 from speedproof.measure.compiler_cache import remove_job_cache
 from speedproof.settings.execution import Execution
-from speedproof.settings.experiment import read_execution, read_recipe
+from speedproof.settings.experiment import changed, read_execution, read_recipe
 
 PUBLISHED_PROTOCOL = {
     "warmup_updates": 20,
@@ -30,6 +30,7 @@ def main(
     recipe: Annotated[Path, typer.Option(help="what is trained: a resolved recipe.yaml")],
     output: Annotated[Path, typer.Option(help="the record to write")],
     execution: Annotated[Path | None, typer.Option(help="how it is run: a complete execution")] = None,
+    changes: Annotated[str, typer.Option("--set", help="settings to change in --execution: '{microbatch: 8}'")] = "{}",
     plan: Annotated[Path | None, typer.Option(help="a tuning stage's plan, in the place of --execution")] = None,
     slot: Annotated[int | None, typer.Option(min=0, help="which of the plan's places, counted from 0")] = None,
     protocol: Annotated[
@@ -49,7 +50,7 @@ def main(
     A candidate that runs out of memory, does not compile or takes too long is a finding: it is written as a record
     with that status, and the exit code is 0. Records that timed out or were tainted are measured again.
     """
-    name, chosen, empty = _choose(execution, plan, slot)
+    name, chosen, empty = _choose(output, execution, changes, plan, slot)
     if chosen is None:
         files.write_json(output, records.skipped(empty) | {"name": name})
         if telemetry:
@@ -89,12 +90,15 @@ def main(
     print(f"{name}: {_line(record)}")
 
 
-def _choose(execution: Path | None, plan: Path | None, slot: int | None) -> tuple[str | None, Execution | None, str]:
+def _choose(
+    output: Path, execution: Path | None, changes: str, plan: Path | None, slot: int | None
+) -> tuple[str | None, Execution | None, str]:
     """Name and execution to measure; None with the reason for an unused place of a plan."""
     if (execution is None) == (plan is None):
         raise UserError("execution: give either --execution, or --plan with --slot")
     if execution is not None:
-        return execution.stem, read_execution(execution), ""
+        settings = files.parse_yaml(changes, "set")
+        return (output if settings else execution).stem, changed(read_execution(execution), settings, "set"), ""
     slots = files.read_json(plan)["slots"]
     if slot is None or slot >= len(slots):
         raise UserError(f"slot: found {slot}; {plan} has the places 0 to {len(slots) - 1}")

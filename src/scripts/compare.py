@@ -12,7 +12,7 @@ from speedproof.core.store import Store
 from speedproof.measure.comparison import compare
 from speedproof.measure.compiler_cache import remove_job_cache
 from speedproof.settings.execution import Execution
-from speedproof.settings.experiment import read_execution, read_recipe
+from speedproof.settings.experiment import changed, read_execution, read_recipe
 
 
 def main(
@@ -22,6 +22,8 @@ def main(
     output: Annotated[Path, typer.Option(help="the comparison to write")],
     a: Annotated[Path | None, typer.Option(help="the incumbent's execution")] = None,
     b: Annotated[Path | None, typer.Option(help="the challenger's execution")] = None,
+    set_a: Annotated[str, typer.Option(help="settings to change in --a: '{microbatch: 8}'")] = "{}",
+    set_b: Annotated[str, typer.Option(help="settings to change in --b")] = "{}",
     finalists: Annotated[
         Path | None, typer.Option(help="finalists.json: its default is A, its recommended is B")
     ] = None,
@@ -40,7 +42,8 @@ def main(
         incumbent = Execution.parse(named["default"], f"{finalists}: default")
         challenger = Execution.parse(named["recommended"], f"{finalists}: recommended")
     elif a is not None and b is not None and finalists is None:
-        incumbent, challenger = read_execution(a), read_execution(b)
+        incumbent = changed(read_execution(a), files.parse_yaml(set_a, "set-a"), "set-a")
+        challenger = changed(read_execution(b), files.parse_yaml(set_b, "set-b"), "set-b")
     else:
         raise UserError("a, b: give both executions, or --finalists alone")
     if incumbent == challenger:

@@ -117,7 +117,7 @@ def test_vocabulary_must_fit_uint16():
 
 
 def test_unknown_preset_names_the_known_ones(experiment):
-    with pytest.raises(UserError, match=r"'30m'.*known presets are 20m, 50m, 90m, nano"):
+    with pytest.raises(UserError, match=r"'30m'.*known presets are 20m, 50m, 90m, micro, nano"):
         load_preset("30m", experiment, PRESETS)
 
 

@@ -73,11 +73,19 @@ def write_yaml(path: Path, value: Any) -> None:
 def read_yaml(path: Path) -> Any:
     """Read a YAML (or JSON) file. Raises UserError naming the file when it is missing or malformed."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: is not valid YAML ({' '.join(str(error).split())})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not valid YAML ({error})") from None
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of YAML (or JSON) text. Raises UserError naming `where` it came from when it is malformed."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: is not valid YAML ({' '.join(str(error).split())})") from None
 
 
 def sha256(path: Path) -> str:

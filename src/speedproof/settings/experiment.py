@@ -199,6 +199,8 @@ def read_execution(path: Path) -> Execution:
     return Execution.parse(files.read_yaml(path), str(path))
 
 
-def changed(base: Execution, settings: dict[str, Any], where: str) -> Execution:
+def changed(base: Execution, settings: Any, where: str) -> Execution:
     """`base` with some settings changed. Raises UserError naming the wrong one under `where`."""
+    if not isinstance(settings, dict):
+        raise UserError(f"{where}: found {settings!r}; expected settings by name, such as {{microbatch: 8}}")
     return Execution.parse(base.plain() | settings, where)
