@@ -11,6 +11,7 @@ include: "rules/tuning.smk"
 include: "rules/matched.smk"
 include: "rules/parity.smk"
 include: "rules/programme.smk"
+include: "rules/peers.smk"
 include: "rules/summary.smk"
 
 
@@ -38,6 +39,8 @@ localrules:
     cold_start,
     synthetic,
     kernels,
+    peers,
+    export,
     summary,
 
 
@@ -126,3 +129,14 @@ rule synthetic:
 rule kernels:
     input:
         programme_part("kernels"),
+
+
+# Beside the experiment: the same recipe by transformers (envs/peers.txt), and the trained model in its form.
+rule peers:
+    input:
+        per_preset("peers/peers.json"),
+
+
+rule export:
+    input:
+        per_matched_preset("export/config.json"),

@@ -9,6 +9,7 @@ ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT / "src"))
 
 from speedproof.core.errors import UserError
+from speedproof.core.files import sha256
 from speedproof.core.identity import source_digest
 from speedproof.evidence import stages
 from speedproof.settings.experiment import Experiment, load_preset, recipe_for
@@ -259,6 +260,12 @@ def parity_inputs(wildcards):
         "execution": f"{folder}/matched/arms/{arm}.yaml",
         "weights": f"{run}/weights.safetensors",
     }
+
+
+def measured_peers(wildcards):
+    """Content of the comparisons with peers that there are: `all` makes none, but the summary shows them."""
+    found = [Path(path) for path in per_preset("peers/peers.json")]
+    return {path.parts[-3]: sha256(path) for path in found if path.is_file()}
 
 
 def export_inputs(wildcards):

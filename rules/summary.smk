@@ -33,6 +33,7 @@ rule summarise:
         experiment=EXPERIMENT.experiment,
         results=results_folder,
         presets=" ".join(f"--preset {preset}" for preset in EXPERIMENT.presets),
+        peers=measured_peers,
         source=source_digest("summary"),
     message:
         "Write the summary of {params.experiment}"

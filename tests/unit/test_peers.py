@@ -9,11 +9,13 @@ import torch
 
 from speedproof.core.errors import UserError
 from speedproof.data.token_cache import TokenCache
+from speedproof.evidence import peers as beside
 from speedproof.evidence.parity import check_parity
-from speedproof.model import peers
+from speedproof.model import llama, peers
 from speedproof.model.fused import by_name
 from speedproof.model.llama import build
 from speedproof.model.names import ours, theirs
+from speedproof.settings.execution import NATIVE_ONLY
 from speedproof.settings.experiment import Parity
 from speedproof.training.update import Updater
 
@@ -64,6 +66,23 @@ def test_missing_or_other_package_is_one_sentence(found, recipe, peer_execution,
     monkeypatch.setattr(peers.metadata, "version", version)
     with pytest.raises(UserError, match=r"execution.implementation: .*; pip install -r envs/peers.txt$"):
         build(recipe, peer_execution, "cpu")
+
+
+def test_no_setting_of_the_native_model_passes_for_a_peer_s(recipe, miniature_execution, monkeypatch):
+    """Whatever `build` hands to the native model is either handed to the peer as well, or kept from it."""
+    seen = {}
+
+    class Probe(Exception):
+        pass
+
+    def native(shape, numbers, **ways):
+        seen.update(ways)
+        raise Probe
+
+    monkeypatch.setattr(llama, "Llama", native)
+    with pytest.raises(Probe):
+        build(recipe, miniature_execution(), "cpu")
+    assert seen.keys() - NATIVE_ONLY.keys() == {"sdpa_backend"}
 
 
 def test_native_settings_are_refused_on_a_peer(recipe, miniature_execution):
@@ -143,3 +162,43 @@ def test_one_graph_holds_the_whole_loss(installed, recipe, peer_execution):
     inputs, targets = batch(recipe)
     traced = torch.compile(model.nll_sum, backend="eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(traced(inputs, targets), model.nll_sum(inputs, targets))
+
+
+def comparison(a, b, rates):
+    return {"a": a.plain(), "b": b.plain(), "blocks": rates, "status": "ok", "reason": None, "environment": {}}
+
+
+def test_each_execution_is_set_beside_its_peer(recipe, miniature_execution, monkeypatch, tmp_path):
+    """A is the peer, so that above 1 the native execution is faster; equal executions are measured once."""
+    asked = []
+
+    def compare(a, b, *rest, **options):
+        asked.append((a, b))
+        return comparison(a, b, [[100.0, 150.0, 150.0, 100.0]] * 3)
+
+    monkeypatch.setattr(beside, "compare", compare)
+    monkeypatch.setattr(beside, "require_transformers", lambda: None)
+    monkeypatch.setattr(beside, "_parity", lambda peer, *rest: {"holds": True, "reason": "", "execution": peer.plain()})
+    plain, fast = miniature_execution(), miniature_execution(microbatch=2, projections="fused")
+    run = {"store": None, "cache_manifest": tmp_path}
+    found = beside.compare_peers({"default": plain, "recommended": fast}, recipe, {}, None, 3, **run)
+    assert asked == [(plain.peer("transformers"), plain), (fast.peer("transformers"), fast)]
+    assert [row["name"] for row in found["rows"]] == ["default", "recommended"]
+    row = found["rows"][1]
+    assert (row["targets_per_s"], row["peer_targets_per_s"]) == (pytest.approx(150), pytest.approx(100))
+    assert (row["ratio"], row["verdict"]) == (pytest.approx(1.5), "faster")
+    assert row["parity"]["execution"]["implementation"] == "transformers"
+    assert "1.50x [1.50, 1.50], faster; parity of the peer holds" in beside.describe(row)
+    asked.clear()
+    found = beside.compare_peers({"default": plain, "recommended": plain}, recipe, {}, None, 3, **run)
+    assert (len(asked), [row["name"] for row in found["rows"]]) == (1, ["default and recommended"])
+
+
+def test_a_slower_or_unfinished_one_is_called_so(miniature_execution):
+    a, b = miniature_execution().peer("transformers"), miniature_execution()
+    rates = [[100.0, 90.0, 90.0, 100.0], [101.0, 90.0, 91.0, 100.0], [100.0, 90.0, 90.0, 101.0]]
+    assert beside.row(comparison(a, b, rates))["verdict"] == "slower"
+    unfinished = comparison(a, b, []) | {"status": "incomplete", "reason": "0 of 3 blocks are valid (timeout)"}
+    found = beside.row(unfinished)
+    assert (found["verdict"], found["ratio"], found["targets_per_s"]) == ("inconclusive", None, None)
+    assert "not compared (0 of 3 blocks are valid (timeout))" in beside.describe(found | {"name": "default"})

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -313,3 +314,24 @@ def test_figures_get_what_the_summary_holds(made, found):
     points = summary.learning_curves(made, "nano", found["matched"]["nano"])
     assert [sum(p["kind"] == kind for p in points) for kind in ("training", "validation")] == [24, 3]
     assert set(plots.PHASES) == set(found["matched"]["nano"]["arms"]["original"]["phases_s"])
+
+
+def test_peers_have_a_table_once_they_were_measured(made, found, tmp_path):
+    assert "beside transformers" not in tables.markdown(found)
+    assert "peers" not in tables.frames(found)
+    results = tmp_path / "default"
+    shutil.copytree(made, results)
+    native = CONFIG.execution
+    row = {
+        "name": "default", "targets_per_s": 1500.0, "peer_targets_per_s": 1000.0, "ratio": 1.5, "low": 1.4,
+        "high": 1.6, "blocks": 3, "smallest_effect": 0.02, "verdict": "faster", "reason": None,
+        "execution": native.plain(), "peer_execution": native.peer("transformers").plain(),
+        "parity": {"holds": True, "reason": "agrees"}, "environment": MACHINE,
+    }  # fmt: skip
+    peers = {"implementation": "transformers", "version": "5.24.0", "preset": "nano", "rows": [row]}
+    files.write_json(results / "nano" / "peers" / "peers.json", peers)
+    beside = summary.summarise("default", results, None, FIGURES)
+    text = tables.markdown(beside)
+    assert "## nano beside transformers 5.24.0" in text
+    assert "| default | 1,500 | 1,000 | 1.500× | [1.400, 1.600] | faster | holds |" in text
+    assert tables.frames(beside)["peers"].loc[0, "ratio"] == 1.5

@@ -31,6 +31,16 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "stages": ("evidence/stages.py", "evidence/tuner.py", "evidence/recommend.py", "evidence/statistics.py"),
     "matched": ("evidence/arms.py", "evidence/matched.py", "evidence/statistics.py"),
     "programme": ("evidence/programme.py", "evidence/statistics.py", "settings/programme.py"),
+    "peers": (
+        "model",
+        *READING,
+        "training",
+        "measure/worker.py",
+        "evidence/parity.py",
+        "evidence/peers.py",
+        "evidence/statistics.py",
+    ),
+    "export": ("evidence/export.py", "model/names.py"),
     "summary": (
         "evidence/allocation.py",
         "evidence/grid.py",

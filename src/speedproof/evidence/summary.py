@@ -56,6 +56,7 @@ def summarise(
         "derivatives": files.read_json(derivatives) if derivatives.is_file() else None,
         "programme": files.read_json(programme) if programme.is_file() else None,
         "allocation": allocation({job for m in machines for job in m["jobs"]}),
+        "peers": _each(results, names, "peers/peers.json"),
         "extra": extra or {},
         "provenance": _provenance(results),
     }

@@ -82,6 +82,8 @@ def markdown(summary: dict[str, Any]) -> str:
         parts += [f"## Tuning of {preset}", _tuning(tuning), _decisions(tuning)]
     for preset, matched in summary["matched"].items():
         parts += [f"## Matched runs of {preset}", _matched(matched), "### Where the seconds went", _waterfall(matched)]
+    for preset, peers in summary["peers"].items():
+        parts += [f"## {preset} beside {peers['implementation']} {peers['version']}", _peers(peers)]
     parts += programme_tables.sections(summary)
     parts += ["## Parity", _parity(summary)]
     parts += ["## Published beside measured", f"Published by others: {summary['published_source']}"]
@@ -147,6 +149,24 @@ def _waterfall(matched: dict[str, Any]) -> str:
         seconds = matched["arms"][name]["phases_s"]
         rows.append((name, *(number(seconds.get(p), ",.1f") for p in phases), number(sum(seconds.values()), ",.1f")))
     return grid(("arm", *phases, "process s"), rows, numeric=set(range(1, len(phases) + 2)))
+
+
+def _peers(peers: dict[str, Any]) -> str:
+    """The same recipe by another implementation; every row compares two executions in the same blocks."""
+    rows = [
+        (
+            row["name"],
+            number(row["targets_per_s"], ",.0f"),
+            number(row["peer_targets_per_s"], ",.0f"),
+            number(row["ratio"], ".3f", "×"),
+            f"[{row['low']:.3f}, {row['high']:.3f}]" if row["low"] is not None else "–",
+            row["verdict"] + (f": {row['reason']}" if row["reason"] else ""),
+            "holds" if row["parity"]["holds"] else f"FAILS: {row['parity']['reason']}",
+        )
+        for row in peers["rows"]
+    ]
+    head = ("execution", "targets/s", f"{peers['implementation']} targets/s", "ratio", "95 % interval", "verdict")
+    return grid((*head, "peer's parity"), rows, numeric={1, 2, 3, 4})
 
 
 def _parity(summary: dict[str, Any]) -> str:
@@ -218,12 +238,14 @@ def frames(summary: dict[str, Any]) -> dict[str, pd.DataFrame]:
         for p, checks in summary["parity"].items()
         for check in checks.values()
     ]
+    peers = [{"preset": p, **flat(row)} for p, value in summary["peers"].items() for row in value["rows"]]
     tables = {
         "verdicts": summary["verdicts"],
         "tuning": tuning,
         "matched": runs,
         "waterfall": phases,
         "parity": parity,
+        **({"peers": peers} if peers else {}),
         "published": summary["published"],
     } | programme_tables.rows(summary)
     return {name: pd.DataFrame(rows) for name, rows in tables.items()}

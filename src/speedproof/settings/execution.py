@@ -13,7 +13,7 @@ Implementation = Literal["native", "transformers"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "math"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
-NATIVE_ONLY = {"rope": "uncached", "projections": "separate"}
+NATIVE_ONLY = {"rope": "uncached", "projections": "separate", "loss": "plain"}
 """Settings that only the native model has, with the value that says what a peer does."""
 
 
