@@ -5,12 +5,13 @@ and saved after each one, so that a cut loses little. Timings go through the sam
 experiment; tokens are random ones in a real token cache. Needs no corpus, no network, no Snakemake and no NVML.
 """
 
+import contextlib
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from speedproof.core.identity import digest
 from speedproof.core.store import Store
 from speedproof.data.token_cache import TokenCache
 from speedproof.evidence import gpu_steps
+from speedproof.evidence.gpu_rows import FIGURES, PROFILED, ROWS, Row
 from speedproof.evidence.published import read_published
 from speedproof.measure.compiler_cache import compiler_cache
 from speedproof.measure.device_lock import device_lock
@@ -51,110 +53,6 @@ PATIENCE = 4
 PASSED = ("ok", "skipped")
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What a row reads from what its process found; `value` gives None where that does not hold it."""
-
-    step: str
-    unit: str
-    value: Callable[[dict[str, Any]], float | None]
-    needs_cuda: bool = False
-    compared: bool = True
-    """Whether a ratio to the published figure means something."""
-
-
-def _kernels(record: dict[str, Any]) -> float | None:
-    return (record["profile"] or {}).get("kernels_per_update") or None
-
-
-def _kernel_ms(family: str | None) -> Callable[[dict[str, Any]], float | None]:
-    """Milliseconds over three updates, as published; of all families for None."""
-
-    def value(record: dict[str, Any]) -> float | None:
-        if _kernels(record) is None:
-            return None
-        profile = record["profile"]
-        return 3 * (profile["families"][family] if family else profile)["ms_per_update"]
-
-    return value
-
-
-def _peak_gib(record: dict[str, Any]) -> float | None:
-    peak = (record["memory"] or {}).get("peak_bytes")
-    return peak / 2**30 if peak else None
-
-
-FIGURES = {
-    "rate": Figure("measure", "targets/s", lambda found: found["targets_per_s"]),
-    "peak": Figure("measure", "GiB", _peak_gib, needs_cuda=True),
-    "kernels": Figure("measure", "kernels", _kernels, needs_cuda=True),
-    "kernel time": Figure("measure", "ms", _kernel_ms(None), needs_cuda=True),
-    "cross-entropy time": Figure("measure", "ms", _kernel_ms("cross-entropy"), needs_cuda=True),
-    "RoPE time": Figure("measure", "ms", _kernel_ms("RoPE"), needs_cuda=True),
-    "validation": Figure("validation", "targets/s", lambda found: found.get("targets_per_s")),
-    "parity": Figure("parity", "error", lambda found: found.get("gradient_error"), compared=False),
-    "tests": Figure("tests", "passed", lambda found: found.get("passed"), compared=False),
-}
-PROFILED = ("kernels", "kernel time", "cross-entropy time", "RoPE time")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. Rows of one preset and execution read from one process, run for the first of them."""
-
-    title: str
-    figure: str
-    preset: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Execution settings changed from the published final one."""
-    published: str | None = None
-    """A row of config/published.yaml."""
-    seconds: float = 45
-    """What its process is expected to take on an H200; with less time left it is not begun."""
-
-
-EAGER_8 = {"compile": False, "rope": "uncached", "microbatch": 8}
-COMPILED_8, COMPILED_16 = ({"rope": "uncached", "microbatch": blocks} for blocks in (8, 16))
-UNCACHED_32: dict[str, Any] = {"rope": "uncached"}
-FINAL: dict[str, Any] = {}
-FAST_VALIDATION = {"evaluation_batch": 128, "evaluation_compile": True}
-LADDER, KERNELS, KERNEL_MS = "update_ladder_20m.", "kernels_per_update_20m.", "kernel_ms_over_3_updates."
-UNCACHED = LADDER + "compiled_with_uncached_rope_32."
-CACHED = LADDER + "final_compiled_with_cached_rope_32."
-VALIDATION_S = "matched_100m.final_optimized.full_validation_s"
-
-ROWS = (
-    Row("original eager 8", "rate", "20m", EAGER_8, LADDER + "original_eager_8.targets_per_s", 35),
-    Row("final compiled 32", "rate", "20m", FINAL, CACHED + "targets_per_s"),
-    Row("original compiled 8", "rate", "20m", COMPILED_8, LADDER + "original_compiled_8.targets_per_s"),
-    Row("original compiled 16", "rate", "20m", COMPILED_16, LADDER + "original_compiled_16.targets_per_s"),
-    Row("compiled 32, uncached RoPE", "rate", "20m", UNCACHED_32, UNCACHED + "targets_per_s"),
-    Row("parity, fresh weights", "parity", "20m", FINAL),
-    Row("full validation, eager, batch 8", "validation", "20m", FINAL, VALIDATION_S, 30),
-    Row("full validation, compiled, batch 128", "validation", "20m", FAST_VALIDATION, VALIDATION_S, 40),
-    Row("kernels an update, eager 8", "kernels", "20m", EAGER_8, KERNELS + "eager_mb8"),
-    Row("kernels an update, compiled 8", "kernels", "20m", COMPILED_8, KERNELS + "compiled_mb8"),
-    Row("kernels an update, compiled 16", "kernels", "20m", COMPILED_16, KERNELS + "compiled_mb16"),
-    Row("cross-entropy, eager 8", "cross-entropy time", "20m", EAGER_8, KERNEL_MS + "cross_entropy_eager_mb8"),
-    Row("cross-entropy, compiled 8", "cross-entropy time", "20m", COMPILED_8, KERNEL_MS + "cross_entropy_compiled_mb8"),
-    Row("RoPE, compiled 32, uncached", "RoPE time", "20m", UNCACHED_32, KERNEL_MS + "rope_trig_compiled_mb32"),
-    Row("all kernels, compiled 32, uncached", "kernel time", "20m", UNCACHED_32, KERNEL_MS + "all_uncached_rope_mb32"),
-    Row("all kernels, compiled 32, cached", "kernel time", "20m", FINAL, KERNEL_MS + "all_cached_rope_mb32"),
-    Row("peak, original eager 8", "peak", "20m", EAGER_8, LADDER + "original_eager_8.peak_gib"),
-    Row("peak, original compiled 8", "peak", "20m", COMPILED_8, LADDER + "original_compiled_8.peak_gib"),
-    Row("peak, original compiled 16", "peak", "20m", COMPILED_16, LADDER + "original_compiled_16.peak_gib"),
-    Row("peak, compiled 32, uncached RoPE", "peak", "20m", UNCACHED_32, UNCACHED + "peak_gib"),
-    Row("peak, final compiled 32", "peak", "20m", FINAL, CACHED + "peak_gib"),
-    Row("final compiled 32", "rate", "50m", FINAL, "larger_models.50m.final_compiled", 55),
-    Row("peak, final compiled 32", "peak", "50m", FINAL, "larger_models.50m.compiled_peak_gib", 55),
-    Row("final compiled 32", "rate", "90m", FINAL, "larger_models.90m.final_compiled", 65),
-    Row("peak, final compiled 32", "peak", "90m", FINAL, "larger_models.90m.compiled_peak_gib", 65),
-    Row("CUDA tests, without max-autotune", "tests", "all", FINAL, "tests.gh200.passed", 45),
-    Row("parity, fresh weights", "parity", "50m", FINAL, "parity.50m_fresh.relative_gradient_error", 40),
-    Row("parity, fresh weights", "parity", "90m", FINAL, "parity.90m_fresh.relative_gradient_error", 45),
-)
-
-
 class Check:
     """The check on one device: `run` measures the rows, and `out` holds the table and all that is behind it."""
 
@@ -176,38 +74,44 @@ class Check:
         self.found: dict[str, dict[str, Any]] = {}
         """What each process found, by what it ran."""
         self.lines: list[dict[str, Any]] = []
+        self._begin, self._waited_s = time.monotonic(), 0.0
 
     def run(self) -> bool:
-        """Go through the rows; whether all of them are ok. The time counts from when the device is free."""
+        """Go through the rows; whether all of them are ok. Waiting for the device does not count as time."""
         if (self.out / "rows").exists():
             if not (self.out / "check.json").is_file():
                 raise UserError(f"--out: {self.out} holds rows of something else; give another folder")
             shutil.rmtree(self.out / "rows")
-        with device_lock(self.device):
-            begin = time.monotonic()
-            self.cache = self._make_cache()
-            for row in self.rows:
-                key = digest([self._step(row), row.preset, row.settings])
-                begun = False
-                if key not in self.found and not self._never(row):
-                    left = 60 * self.minutes - (time.monotonic() - begin) - RESERVE_S
+        self._begin = time.monotonic()
+        self._save()
+        self.cache = self._make_cache()
+        for row in self.rows:
+            key = digest([FIGURES[row.figure].step, row.preset, row.settings])
+            begun = key not in self.found and not self._never(row)
+            if begun:
+                with self._device(row):
+                    left = 60 * self.minutes - self.seconds() - RESERVE_S
                     if begun := left >= row.seconds:
                         deadline_s = int(min(left, PATIENCE * row.seconds))
                         print(f"\n{row.preset} {row.title}: up to {deadline_s} s", file=sys.stderr, flush=True)
                         self.found[key] = self._process(row, deadline_s)
-                self.lines.append(self._line(row, self.found.get(key)))
-                self._save(time.monotonic() - begin)
-                if begun:
-                    print(self.table(time.monotonic() - begin), flush=True)
-            print(self.table(time.monotonic() - begin), flush=True)
+            self.lines.append(self._line(row, self.found.get(key)))
+            self._save()
+            if begun:
+                print(self.table(), flush=True)
+        print(self.table(), flush=True)
         return all(line["status"] in PASSED for line in self.lines)
 
-    def table(self, seconds: float) -> str:
+    def seconds(self) -> float:
+        """Time used so far."""
+        return time.monotonic() - self._begin - self._waited_s
+
+    def table(self) -> str:
         """The lines so far as text, under the machine and above the rows still to come."""
         machine = self.machine["class"]
         where = machine.get("gpu") or f"{machine['cpu']}, {machine['cpus']} CPUs"
         versions = [f"{name} {machine[name]}" for name in ("driver", "cuda", "cudnn", "torch") if machine.get(name)]
-        head = [f"gpu-check on {where}; {', '.join(versions)}; {seconds:.0f} s of {60 * self.minutes:.0f}"]
+        head = [f"gpu-check on {where}; {', '.join(versions)}; {self.seconds():.0f} s of {60 * self.minutes:.0f}"]
         if self.device == "cpu":
             head.append("rehearsal at toy size: no figure below is one of a preset")
         head.append(f"published: {self.published['environment']['device']}, measured by others")
@@ -227,8 +131,15 @@ class Check:
         tail = [f"{len(coming)} rows to come, next {coming[0]}"] if coming else []
         return "\n".join(["", *head, *(line.rstrip() for line in text), *tail])
 
-    def _step(self, row: Row) -> str:
-        return FIGURES[row.figure].step
+    @contextlib.contextmanager
+    def _device(self, row: Row) -> Iterator[None]:
+        """Hold the device for the row's process; the tests hold it themselves where they measure."""
+        if FIGURES[row.figure].step == "tests":
+            yield
+            return
+        with device_lock(self.device) as waited:
+            self._waited_s += waited
+            yield
 
     def _never(self, row: Row) -> bool:
         """Whether the row cannot be measured on this device at all."""
@@ -252,7 +163,7 @@ class Check:
         folder = self.out / "rows" / f"{len(self.lines) + 1:02d}-{name}"
         folder.mkdir(parents=True)
         try:
-            found = self._begin(row, deadline_s, folder)
+            found = self._run(row, deadline_s, folder)
         except Preempted:
             raise
         except Exception as error:  # one row that cannot be measured must not cost the others
@@ -261,8 +172,8 @@ class Check:
         files.write_json(folder / "found.json", found)
         return found
 
-    def _begin(self, row: Row, deadline_s: int, folder: Path) -> dict[str, Any]:
-        step = self._step(row)
+    def _run(self, row: Row, deadline_s: int, folder: Path) -> dict[str, Any]:
+        step = FIGURES[row.figure].step
         store, manifest = Store(self.out / "data/store"), self.out / "data/token_cache.json"
         if step == "tests":
             return self._run_step({"step": step, "root": str(self.root)}, deadline_s, folder)
@@ -316,9 +227,8 @@ class Check:
             status, reason = "skipped", "needs CUDA"
         elif found is not None:
             status, reason = found["status"], found["reason"]
-            if status in ("ok", "failed", "timeout"):
-                with_value = status == "ok" or figure.step != "measure"
-                measured = figure.value(found) if with_value else None
+            if status == "ok" or (figure.step != "measure" and status in ("failed", "timeout")):
+                measured = figure.value(found)  # an error above its tolerance, or the tests that passed before the cut
             if status == "ok" and measured is None:
                 profile = found.get("profile") or {}
                 status, reason = "error", profile.get("reason") or "the record does not hold it"
@@ -349,18 +259,18 @@ class Check:
         """Whether a figure was measured under what the published ones share."""
         return self.device == "cuda" and found.get("precision") == self.published["comparable"]["precision"]
 
-    def _save(self, seconds: float) -> None:
+    def _save(self) -> None:
         """Write down what there is; it is whole at any time."""
         value = {
             "device": self.device,
             "minutes": self.minutes,
-            "seconds": seconds,
+            "seconds": self.seconds(),
             "environment": self.machine,
             "published_environment": self.published["environment"],
             "rows": self.lines,
         }
         files.write_json(self.out / "check.json", value)
-        files.write_text(self.out / "table.txt", self.table(seconds).lstrip("\n") + "\n")
+        files.write_text(self.out / "table.txt", self.table().lstrip("\n") + "\n")
 
 
 def _config(root: Path, device: str) -> Experiment:
