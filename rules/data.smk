@@ -60,7 +60,7 @@ rule make_tokenizer:
         "Make the tokenizer {wildcards.tokenizer}"
     shell:
         "python src/scripts/make_tokenizer.py --tokenizer {input.tokenizer} --vocab {params.vocabulary}"
-        " --sources {input.sources} --store {params.store}"
+        " --sources {input.sources} --threads {threads} --store {params.store}"
         " --output {output.tokenizer} --manifest {output.manifest} > {log} 2>&1"
 
 

@@ -5,6 +5,7 @@ autocast. The reference is explicit attention with uncached angles in FP32. Both
 validation blocks at full context; compared are the loss and the gradient of the mean loss.
 """
 
+import os
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from speedproof.core.identity import digest, source_digest
 from speedproof.core.store import Store
 from speedproof.data.loader import to_device, validation_batches, validation_targets
 from speedproof.data.token_cache import TokenCache
+from speedproof.measure.compiler_cache import compiler_cache
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
 from speedproof.model.attention import UnsupportedBackend
@@ -141,7 +143,8 @@ def stored_parity(
     with store.lock(KIND, identity):
         entry = store.find(KIND, identity)
         if entry is None:
-            with device_lock(execution.device):
+            with device_lock(execution.device), compiler_cache() as caches:
+                os.environ.update(caches)
                 value = check_parity(recipe, execution, weights, cache, settings) | {"environment": machine}
             with store.publish(KIND, identity) as folder:
                 files.write_json(folder / RESULT, value)
