@@ -1,3 +1,4 @@
+import gc
 import itertools
 import math
 
@@ -284,6 +285,22 @@ def test_a_plan_may_look_at_the_clock(updater):
 
     window = run_window(updater, Rows(), until(2.5), clock=lambda: now, on_update=tick)
     assert (window.updates, window.seconds) == (3, 3.0)
+
+
+def test_the_collector_stays_out_of_a_window_and_nothing_piles_up(updater):
+    states, objects = [], []
+
+    def look(result):
+        states.append(gc.isenabled())
+        objects.append(len(gc.get_objects()))
+
+    run_window(updater, Rows(), [4] * 6, on_update=look)
+    assert states == [False] * 6
+    assert gc.isenabled()
+    assert objects[-1] - objects[2] < 50, "updates must leave no cycles behind"
+    with pytest.raises(ZeroDivisionError):
+        run_window(updater, Rows(), (4 // zero for zero in [1, 0]))
+    assert gc.isenabled()
 
 
 def test_an_empty_window_is_refused(updater):

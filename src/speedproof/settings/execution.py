@@ -29,6 +29,9 @@ class Execution(Strict):
     compile_mode: CompileMode = Field(description="torch.compile's mode; without effect when compile is false")
     sdpa_backend: SdpaBackend
     cpu_threads: PositiveInt = Field(description="PyTorch's intra-op threads")
+    allocator: Literal["default", "tuned"] = Field(
+        description="tuned: freed memory is kept and used again, so that a CPU need not map and clear it anew"
+    )
     rope: Literal["cached", "uncached"] = Field(description="FP32 tables kept outside the graph, or angles each time")
     projections: Literal["separate", "fused"] = Field(
         description="fused: q, k, v and gate, up are stored and multiplied as one matrix each"

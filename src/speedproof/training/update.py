@@ -1,9 +1,11 @@
 """The optimizer update and the window of updates: the one hot loop, shared by training and measuring."""
 
+import contextlib
+import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from speedproof.model.fused import by_name
 from speedproof.model.llama import build
 from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import Recipe
+from speedproof.training.allocator import tune_allocator
 from speedproof.training.compile import GRAPH_MODES, CompiledLoss, compile_errors
 from speedproof.training.optimizer import build_optimizer
 from speedproof.training.precision import autocast, compute_dtype, require_resolved
@@ -82,6 +85,8 @@ class Updater:
         execution.check(recipe)
         require_resolved(recipe)
         self.recipe, self.execution, self.device = recipe, execution, torch.device(device)
+        if execution.allocator == "tuned":
+            tune_allocator()
         torch.set_num_threads(execution.cpu_threads)
         torch.manual_seed(recipe.seed)
         shape = recipe.model
@@ -207,6 +212,23 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextlib.contextmanager
+def collector_frozen() -> Iterator[None]:
+    """Keep Python's garbage collector out of the hot loop: it would walk all that torch has made, at times of its own.
+
+    Reference counts free what an update makes, so nothing piles up meanwhile.
+    """
+    gc.collect()  # what is garbage now would be frozen with the rest
+    gc.freeze()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def run_window(
     updater: Updater,
     batches: Batches,
@@ -221,19 +243,20 @@ def run_window(
     """
     targets = updates = 0
     loss_sum = grad_norm = wait = 0.0
-    synchronise(updater.device)
-    begin = clock()
-    for blocks in plan:
-        asked = clock()
-        rows = batches.take(blocks)
-        wait += clock() - asked
-        result = updater.step(rows)
-        targets, updates = targets + result.targets, updates + 1
-        loss_sum, grad_norm = loss_sum + result.loss_sum, result.grad_norm
-        if on_update is not None:
-            on_update(result)
-    synchronise(updater.device)
-    seconds = clock() - begin
+    with collector_frozen():
+        synchronise(updater.device)
+        begin = clock()
+        for blocks in plan:
+            asked = clock()
+            rows = batches.take(blocks)
+            wait += clock() - asked
+            result = updater.step(rows)
+            targets, updates = targets + result.targets, updates + 1
+            loss_sum, grad_norm = loss_sum + result.loss_sum, result.grad_norm
+            if on_update is not None:
+                on_update(result)
+        synchronise(updater.device)
+        seconds = clock() - begin
     if not updates:
         raise ValueError("a window needs at least one update")
     return Window(targets, updates, seconds, loss_sum / targets, grad_norm, wait)
