@@ -5,8 +5,8 @@ autocast. The reference is explicit attention with uncached angles in FP32. Both
 validation blocks at full context; compared are the loss and the gradient of the mean loss.
 """
 
-import os
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
