@@ -9,7 +9,6 @@ from speedproof.core import files
 from speedproof.core.errors import UserError, run
 from speedproof.core.store import Store
 from speedproof.measure import records
-from speedproof.measure.compiler_cache import remove_job_cache
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import changed, read_execution, read_recipe
 
@@ -61,20 +60,17 @@ def main(
     if profile and not measuring["profile_updates"]:
         measuring = measuring | {"profile_updates": 3}
     place = Store(store)
-    try:
-        record = records.measure(
-            read_recipe(recipe),
-            chosen,
-            measuring,
-            store=place,
-            cache_manifest=cache,
-            mode=data_mode,
-            cold=cold,
-            reuse=not fresh,
-            remeasure=True,
-        )
-    finally:
-        remove_job_cache()
+    record = records.measure(
+        read_recipe(recipe),
+        chosen,
+        measuring,
+        store=place,
+        cache_manifest=cache,
+        mode=data_mode,
+        cold=cold,
+        reuse=not fresh,
+        remeasure=True,
+    )
     folder = records.attachments(place, record)
     for source, target in ((records.TELEMETRY_FILE, telemetry), (records.TRACE_FILE, trace)):
         if target is None:

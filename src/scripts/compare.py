@@ -10,7 +10,6 @@ from speedproof.core import files
 from speedproof.core.errors import UserError, run
 from speedproof.core.store import Store
 from speedproof.measure.comparison import compare
-from speedproof.measure.compiler_cache import remove_job_cache
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import changed, read_execution, read_recipe
 
@@ -48,21 +47,18 @@ def main(
         raise UserError("a, b: give both executions, or --finalists alone")
     if incumbent == challenger:
         print("A and B are the same execution: this is a control of the node's noise")
-    try:
-        value = compare(
-            incumbent,
-            challenger,
-            read_recipe(recipe),
-            files.read_yaml(protocol),
-            blocks,
-            store=Store(store),
-            cache_manifest=cache,
-            mode=data_mode,
-            reuse=not fresh,
-            progress=lambda done, total, said: print(f"{done} of {total}: {said}", file=sys.stderr, flush=True),
-        )
-    finally:
-        remove_job_cache()
+    value = compare(
+        incumbent,
+        challenger,
+        read_recipe(recipe),
+        files.read_yaml(protocol),
+        blocks,
+        store=Store(store),
+        cache_manifest=cache,
+        mode=data_mode,
+        reuse=not fresh,
+        progress=lambda done, total, said: print(f"{done} of {total}: {said}", file=sys.stderr, flush=True),
+    )
     files.write_json(output, value)
     for order, (a1, b1, b2, a2) in zip(value["orders"], value["blocks"], strict=True):
         print(f"{order}: A {a1:,.0f} and {a2:,.0f}, B {b1:,.0f} and {b2:,.0f} targets/s")

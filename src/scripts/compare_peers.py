@@ -31,23 +31,19 @@ def main(
     executions = {"default": read_execution(default), "recommended": read_execution(recommended)}
 
     from speedproof.evidence.peers import compare_peers, describe
-    from speedproof.measure.compiler_cache import remove_job_cache
     from speedproof.training.precision import resolve_precision
 
     wanted, _ = resolve_precision(wanted, executions["default"].device)
-    try:
-        value = compare_peers(
-            executions,
-            wanted,
-            files.read_yaml(protocol),
-            settings,
-            blocks,
-            store=Store(store),
-            cache_manifest=cache,
-            progress=lambda done, total, said: print(f"{done} of {total}: {said}", file=sys.stderr, flush=True),
-        )
-    finally:
-        remove_job_cache()
+    value = compare_peers(
+        executions,
+        wanted,
+        files.read_yaml(protocol),
+        settings,
+        blocks,
+        store=Store(store),
+        cache_manifest=cache,
+        progress=lambda done, total, said: print(f"{done} of {total}: {said}", file=sys.stderr, flush=True),
+    )
     files.write_json(output, value)
     for row in value["rows"]:
         print(describe(row))

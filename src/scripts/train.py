@@ -12,7 +12,7 @@ from speedproof.core import files
 from speedproof.core.errors import run
 from speedproof.core.identity import source_digest
 from speedproof.core.store import IDENTITY, Store
-from speedproof.measure.compiler_cache import compiler_cache, is_warm, remove_job_cache
+from speedproof.measure.compiler_cache import compiler_cache, is_warm
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
 from speedproof.settings.experiment import read_execution, read_recipe
@@ -73,7 +73,6 @@ def main(
                 how = "trained"
                 waited += held.enter_context(device_lock(chosen.device))
                 if chosen.compile or chosen.evaluation_compile:
-                    held.callback(remove_job_cache)  # still under the device's lock, so nobody is compiling
                     caches = held.enter_context(compiler_cache())
                     machine["facts"]["compiler_cache_warm"] = is_warm(caches)
                     os.environ.update(caches)

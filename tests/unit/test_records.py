@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from speedproof.core.errors import UserError
 from speedproof.core.store import Store
 from speedproof.measure import compiler_cache as caches
 from speedproof.measure import device_lock, isolate, once, records, utilisation, worker
+from speedproof.measure.environment import python_path
 from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Protocol
 from speedproof.settings.recipe import Recipe
@@ -304,13 +307,34 @@ def test_workers_at_the_same_time_have_their_own_caches(tmp_path, monkeypatch):
     assert caches.is_warm(one)
 
 
-def test_a_job_has_its_own_caches_and_removes_them(tmp_path, monkeypatch):
+def test_a_job_has_its_own_caches_and_removes_them_when_nobody_uses_one(tmp_path, monkeypatch):
     monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    with caches.compiler_cache() as one:
+    monkeypatch.delenv(caches.ALLOCATION, raising=False)
+    with caches.compiler_cache() as one, caches.compiler_cache(cold=True) as cold:
         assert all("77" in Path(folder).parts for folder in one.values())
+        caches.remove_job_cache()
+        assert Path(cold["TRITON_CACHE_DIR"]).parent.is_dir()
+    monkeypatch.setenv(caches.ALLOCATION, "1")
+    caches.remove_job_cache()
+    assert caches.root().exists()
+    monkeypatch.delenv(caches.ALLOCATION)
     caches.remove_job_cache()
     assert not caches.root().exists()
+
+
+def test_the_last_process_of_a_job_leaves_no_cache(tmp_path):
+    code = """
+from speedproof.measure.compiler_cache import compiler_cache, root
+with compiler_cache():
+    assert root().is_dir()
+print(root())
+"""
+    env = os.environ | {"SLURM_JOB_ID": "78", "TMPDIR": str(tmp_path), "PYTHONPATH": python_path()}
+    env.pop(caches.ALLOCATION, None)
+    left = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert left.stdout.strip().startswith(str(tmp_path))
+    assert not Path(left.stdout.strip()).exists()
 
 
 def test_utilisation_needs_the_exact_name_and_cannot_exceed_the_peak():

@@ -1,5 +1,6 @@
 """Inductor's and Triton's caches: on the node, used by one worker at a time, warm for the next one."""
 
+import atexit
 import contextlib
 import getpass
 import os
@@ -11,6 +12,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+ALLOCATION = "SPEEDPROOF_ALLOCATION"
+"""Environment variable of a SLURM job that runs many scripts one after another: profiles/allocation/job.sh."""
 
 
 def root() -> Path:
@@ -27,10 +31,7 @@ def compiler_cache(cold: bool = False) -> Iterator[dict[str, str]]:
     """
     folder = root()
     folder.mkdir(parents=True, exist_ok=True)
-    if cold:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="cold-") as empty:
-            yield _variables(Path(empty))
-        return
+    atexit.register(remove_job_cache)
     with contextlib.ExitStack() as held:
         for number in range(1000):
             try:
@@ -38,7 +39,11 @@ def compiler_cache(cold: bool = False) -> Iterator[dict[str, str]]:
                 break
             except Timeout:
                 continue
-        yield _variables(folder / str(number))
+        if cold:
+            empty = held.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="cold-"))
+            yield _variables(Path(empty))
+        else:
+            yield _variables(folder / str(number))
 
 
 def is_warm(variables: dict[str, str]) -> bool:
@@ -47,8 +52,19 @@ def is_warm(variables: dict[str, str]) -> bool:
 
 
 def remove_job_cache() -> None:
-    """Remove the caches of this SLURM job at its end; outside a job they stay warm for the next run."""
-    if "SLURM_JOB_ID" in os.environ:
+    """Remove the caches of this SLURM job, done by itself when a process that used one ends; not while one is in use.
+
+    Outside a job they stay warm for the next run; an allocation keeps them from script to script and removes them
+    at its own end.
+    """
+    if "SLURM_JOB_ID" not in os.environ or ALLOCATION in os.environ:
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            for lock in root().glob("*.lock"):
+                held.enter_context(FileLock(lock).acquire(timeout=0))
+        except Timeout:
+            return  # whoever uses it removes it
         shutil.rmtree(root(), ignore_errors=True)
 
 
