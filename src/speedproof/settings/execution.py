@@ -39,6 +39,9 @@ class Execution(Strict):
     loss: Literal["plain", "chunked"] = Field(
         description="chunked: head and cross-entropy some targets at a time, their gradient in the forward pass"
     )
+    optimizer: Literal["fused", "arena"] = Field(
+        description="AdamW over each weight, or over flat buffers that hold weights, gradients and moments"
+    )
     partial: Literal["eager", "compiled"] = Field(description="how a shorter last microbatch runs")
     finite_checks: Literal["separate", "merged"] = Field(
         description="separate: each microbatch loss and the gradients read by the host; merged: one read an update"

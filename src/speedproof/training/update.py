@@ -22,11 +22,9 @@ from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import Recipe
 from speedproof.training.allocator import tune_allocator
 from speedproof.training.compile import GRAPH_MODES, CompiledLoss, compile_errors
-from speedproof.training.optimizer import build_optimizer
+from speedproof.training.optimizer import MOMENTS, OPTIMIZERS, allocate
 from speedproof.training.precision import autocast, compute_dtype, require_resolved
 from speedproof.training.schedule import learning_rate
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NonFinite(UserError):
@@ -99,16 +97,13 @@ class Updater:
             self.device,
         )
         self.model = build(recipe, execution, self.device)
-        self.optimizer = build_optimizer(self.model, recipe)
+        # A replayed CUDA graph overwrites the gradients it returned; kept buffers are added to and stay whole.
+        self._replays = execution.compile and execution.compile_mode in GRAPH_MODES and self.device.type == "cuda"
+        self.weights = OPTIMIZERS[execution.optimizer](self.model, recipe, keep=self._replays)
+        self.optimizer = self.weights.adamw
         self.compiled = CompiledLoss(self.model, execution.compile_mode) if execution.compile else None
         self.targets_seen = 0
         self.updates = 0
-        self._weights = list(self.model.parameters())
-        # A replayed CUDA graph overwrites the gradients it returned; kept buffers are added to and stay whole.
-        self._replays = execution.compile and execution.compile_mode in GRAPH_MODES and self.device.type == "cuda"
-        if self._replays:
-            for weight in self._weights:
-                weight.grad = torch.zeros_like(weight)
 
     def step(self, rows: np.ndarray) -> UpdateResult:
         """One optimizer update on rows (blocks, context + 1) uint16.
@@ -123,17 +118,15 @@ class Updater:
             if separate and not math.isfinite(nll.item()):
                 self._reject("loss")
             loss_sum += nll
-        gradients = [weight.grad for weight in self._weights]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self.weights.norm()
         loss, grad_norm = torch.stack((loss_sum, norm)).tolist()  # the host sync of an update
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._reject(None if math.isfinite(loss) else "loss")
-        torch.nn.utils.clip_grads_with_norm_(self._weights, self.recipe.grad_clip, norm)
         rate = learning_rate(self.recipe, self.targets_seen + targets)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self._replays)
+        self.weights.step(norm)
+        self.weights.clear()
         self.targets_seen += targets
         self.updates += 1
         return UpdateResult(loss, targets, grad_norm)
@@ -164,7 +157,7 @@ class Updater:
             gradients = by_name(self.model, lambda weight: weight.grad).items()
             bad = (name for name, gradient in gradients if not torch.isfinite(gradient).all())
             tensor = next((f"gradient of {name}" for name in bad), "gradient norm")
-        self.optimizer.zero_grad(set_to_none=not self._replays)
+        self.weights.clear()
         raise NonFinite(self.updates + 1, tensor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +171,7 @@ class Updater:
         }
 
     def _moments(self) -> dict[str, Tensor]:
-        found = [(moment, by_name(self.model, lambda w, m=moment: self.optimizer.state[w][m])) for moment in MOMENTS]
+        found = [(moment, by_name(self.model, lambda w, m=moment: self.weights.moment(w, m))) for moment in MOMENTS]
         return {f"{name}.{moment}": value for moment, values in found for name, value in values.items()}
 
     @torch.no_grad()
@@ -194,15 +187,11 @@ class Updater:
                     raise UserError(
                         f"{what}.{name}: found shape {tuple(found[name].shape)}, expected {tuple(weight.shape)}"
                     )
-        self.optimizer.state.clear()
         for name, weight in weights.items():
             weight.copy_(state["model"][name])
-        if state["step"]:
-            for weight in self._weights:
-                step = torch.tensor(float(state["step"]), device=weight.device)
-                self.optimizer.state[weight] = {"step": step} | {m: torch.empty_like(weight) for m in MOMENTS}
-            for name, moment in self._moments().items():
-                moment.copy_(state["moments"][name])
+        allocate(self.optimizer, state["step"])
+        for name, moment in (self._moments() if state["step"] else {}).items():
+            moment.copy_(state["moments"][name])
         self.targets_seen, self.updates = state["targets_seen"], state["updates"]
 
 
