@@ -1,6 +1,7 @@
 """The published programme: what the configs ask for, what is made of the results, and that no published row is left."""
 
 import copy
+import runpy
 import stat
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from snakemake.utils import update_config
 
+from speedproof.core import files
 from speedproof.core.errors import UserError
 from speedproof.core.identity import digest
 from speedproof.evidence import allocation, matched, programme, programme_tables, published
@@ -395,6 +397,45 @@ def test_a_misspelt_setting_is_named():
     experiment = Experiment.parse(config)
     with pytest.raises(UserError, match=r"programme\.pairs\.sdpa_flash\.b\.sdpa_backnd.*did you mean 'sdpa_backend'"):
         experiment.programme.executions(experiment.execution)
+
+
+def script(name):
+    return runpy.run_path(str(ROOT / "src" / "scripts" / f"{name}.py"))
+
+
+def test_settings_of_a_row_are_given_on_the_command_line(tmp_path):
+    choose = script("benchmark")["_choose"]
+    execution = ROOT / "config" / "executions" / "gh200-20m.yaml"
+    name, chosen, _ = choose(tmp_path / "row.json", execution, '{"rope": "uncached", "microbatch": 8}', None, None)
+    assert (name, chosen.rope, chosen.microbatch, chosen.compile) == ("row", "uncached", 8, True)
+    assert choose(tmp_path / "row.json", execution, "{}", None, None)[0] == "gh200-20m"
+    with pytest.raises(UserError, match=r"set\.microbach: unknown key; did you mean 'microbatch'"):
+        choose(tmp_path / "row.json", execution, "{microbach: 8}", None, None)
+    with pytest.raises(UserError, match=r"set: found 8; expected settings by name"):
+        choose(tmp_path / "row.json", execution, "8", None, None)
+
+
+def test_an_unused_slot_has_a_telemetry_table_too(tmp_path):
+    files.write_json(tmp_path / "plan.json", {"slots": [{"skipped": "no candidate is left"}]})
+    written = {"output": tmp_path / "slot0.json", "telemetry": tmp_path / "slot0.telemetry.csv"}
+    script("benchmark")["main"](recipe=tmp_path / "none.yaml", plan=tmp_path / "plan.json", slot=0, **written)
+    assert files.read_json(written["output"])["status"] == "skipped"
+    assert written["telemetry"].read_text() == "seconds\n"
+
+
+def test_the_script_joins_what_the_rules_leave(tmp_path, results):
+    records, comparisons = results
+    paths = []
+    for kind, found in (("rows", records), ("pairs", comparisons)):
+        for name, value in found.items():
+            paths.append(tmp_path / kind / f"{name}.json")
+            files.write_json(paths[-1], value)
+    for name in ("programme", "execution"):
+        files.write_yaml(tmp_path / f"{name}.yaml", getattr(GH200, name).plain())
+    files.write_yaml(tmp_path / "deciding.yaml", GH200.protocol.deciding())
+    given = {name: tmp_path / f"{name}.yaml" for name in ("programme", "execution", "deciding")}
+    script("join_programme")["main"](**given, output=tmp_path / "programme.json", results=paths)
+    assert files.read_json(tmp_path / "programme.json") == joined(records, comparisons)
 
 
 def test_markdown_of_the_programme(summary):
