@@ -136,36 +136,51 @@ def per_matched_preset(path):
     return expand(f"{PRESET}/{path}", preset=EXPERIMENT.matched.presets)
 
 
-def job(minutes, cpus, mem_mb, device):
-    """Resources of a job, from config; what is null is left out and becomes no flag of sbatch."""
+def job(minutes, mem_mb, partition=None, **device):
+    """Resources of a job, from config; what is null is left out and becomes no flag of sbatch.
+
+    QOS and reservation belong to `slurm.partition`; a job sent to another `partition` goes without.
+    """
     slurm = EXPERIMENT.slurm
     wanted = {
         "runtime": minutes,
         "mem_mb": mem_mb,
         "slurm_account": slurm.account,
-        "slurm_partition": slurm.partition,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint if device else None,
-        "gpu": slurm.gpus if device and slurm.gpus else None,
-        "gpu_model": slurm.gpu_type if device and slurm.gpus else None,
-        "slurm_extra": (f"--reservation={slurm.reservation}" if slurm.reservation else None),
+        "slurm_partition": partition or slurm.partition,
+        "qos": None if partition else slurm.qos,
+        "slurm_extra": f"--reservation={slurm.reservation}" if slurm.reservation and not partition else None,
+        **device,
     }
     return {key: value for key, value in wanted.items() if value is not None}
 
 
 def measuring_job(minutes):
     """Resources of a job that holds the device."""
-    return job(minutes, EXPERIMENT.slurm.cpus, EXPERIMENT.slurm.mem_mb, device=True)
+    slurm = EXPERIMENT.slurm
+    return job(
+        minutes,
+        slurm.mem_mb,
+        constraint=slurm.constraint,
+        gpu=slurm.gpus or None,
+        gpu_model=slurm.gpu_type if slurm.gpus else None,
+    )
 
 
 def data_job():
-    """Resources of a job that prepares data."""
-    return job(
-        EXPERIMENT.slurm.data_minutes,
-        EXPERIMENT.slurm.data_cpus,
-        EXPERIMENT.slurm.data_mem_mb,
-        device=False,
-    )
+    """Resources of a job that needs no device; killed for memory, its next attempt gets more."""
+    slurm = EXPERIMENT.slurm
+    return job(slurm.data_minutes, data_memory, slurm.data_partition)
+
+
+def data_memory(wildcards, attempt):
+    """Memory in MB of a job that prepares data."""
+    return attempt * EXPERIMENT.slurm.data_mem_mb
+
+
+def fetch_job():
+    """Resources of the job that needs the network, where a partition has one; else it is no job of the scheduler."""
+    slurm = EXPERIMENT.slurm
+    return job(slurm.data_minutes, slurm.data_mem_mb, slurm.fetch_partition)
 
 
 def shard_manifests(wildcards):

@@ -25,9 +25,11 @@ rule fetch_data:
         f"{RESULTS}/data/sources.json",
     log:
         f"{LOGS}/fetch_data.log",
-    localrule: True
+    localrule: not EXPERIMENT.slurm.fetch_partition
     conda:
         "../envs/speedproof.yaml"
+    resources:
+        **fetch_job(),
     params:
         source=source_digest("data"),
         store=STORE,
@@ -79,6 +81,7 @@ rule tokenize_file:
     threads: EXPERIMENT.slurm.data_cpus
     resources:
         **data_job(),
+        tokenizing=1,
     params:
         source=source_digest("data"),
         store=STORE,

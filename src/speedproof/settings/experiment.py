@@ -114,7 +114,9 @@ class Slurm(Strict):
     """What a job asks of the scheduler; null leaves the flag out."""
 
     account: str | None
-    partition: str | None
+    partition: str | None = Field(description="of every job that no other key names one for")
+    data_partition: str | None = Field(description="of jobs that need no GPU; without qos and reservation")
+    fetch_partition: str | None = Field(description="one with a network; null fetches where Snakemake runs")
     gpu_type: str | None
     constraint: str | None
     qos: str | None
@@ -128,6 +130,7 @@ class Slurm(Strict):
     compare_minutes: PositiveInt
     train_minutes: PositiveInt
     data_minutes: PositiveInt
+    allocation_minutes: PositiveInt = Field(description="time limit of the one job of `make allocation`")
 
 
 class Experiment(Strict):
