@@ -5,11 +5,13 @@ import pytest
 import yaml
 
 from speedproof.core.errors import UserError
+from speedproof.settings import describe
 from speedproof.settings.experiment import Experiment, changed, load_preset, read_execution, recipe_for
 from speedproof.settings.recipe import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "config/presets"
+CONFIGS = sorted(set((ROOT / "config").glob("*.yaml")) - {ROOT / "config/published.yaml"})
 DEFAULT = yaml.safe_load((ROOT / "config/default.yaml").read_text())
 
 
@@ -140,3 +142,23 @@ def test_measuring_and_deciding_share_the_protocol_without_overlap(experiment):
     measuring, deciding = experiment.protocol.measuring(), experiment.protocol.deciding()
     assert not set(measuring) & set(deciding)
     assert measuring | deciding == experiment.protocol.plain()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set((ROOT / "config").glob("*.yaml")) - {ROOT / "config/published.yaml"}), ids=lambda p: p.stem
+)
+def test_every_shipped_config_is_sound_over_the_default(path):
+    import snakemake.utils
+
+    config = copy.deepcopy(DEFAULT)
+    below = [ROOT / "config/gh200.yaml"] if path.stem in ("h200", "rtx") else []
+    for layer in [*below, path]:
+        snakemake.utils.update_config(config, yaml.safe_load(layer.read_text()))
+    experiment = Experiment.parse(config)
+    for preset in experiment.presets:
+        experiment.execution.check(recipe_for(preset, experiment, PRESETS, None))
+
+
+def test_the_page_of_keys_says_what_the_settings_say():
+    page = (ROOT / "config/README.md").read_text()
+    assert describe.page(ROOT / "config/default.yaml") == page, "run python -m speedproof.settings.describe"
