@@ -86,7 +86,7 @@ class Check:
         self._save()
         self.cache = self._make_cache()
         for row in self.rows:
-            key = digest([FIGURES[row.figure].step, row.preset, row.settings])
+            key = self._key(row)
             begun = key not in self.found and not self._never(row)
             if begun:
                 with self._device(row):
@@ -130,6 +130,11 @@ class Check:
         coming = [f"{row.preset} {row.title}" for row in self.rows[len(self.lines) :]]
         tail = [f"{len(coming)} rows to come, next {coming[0]}"] if coming else []
         return "\n".join(["", *head, *(line.rstrip() for line in text), *tail])
+
+    def _key(self, row: Row) -> str:
+        """What the row's process is known by: a rehearsal has one toy model in the place of all presets."""
+        step = FIGURES[row.figure].step
+        return digest([step] if step == "tests" else [step, self._recipe(row.preset, None).model.plain(), row.settings])
 
     @contextlib.contextmanager
     def _device(self, row: Row) -> Iterator[None]:
@@ -180,10 +185,9 @@ class Check:
         execution = changed(self.final, row.settings, "execution")
         recipe = self._recipe(row.preset, self.cache.identity)
         if step == "measure":
-            same = [r for r in self.rows if (r.preset, r.settings) == (row.preset, row.settings)]
-            profiled = PROFILED_UPDATES if any(r.figure in PROFILED for r in same) else 0
+            profiled = any(r.figure in PROFILED and self._key(r) == self._key(row) for r in self.rows)
             protocol = TOY_PROTOCOL if self.device == "cpu" else PROTOCOL
-            measuring = protocol | {"profile_updates": profiled, "deadline_s": deadline_s}
+            measuring = protocol | {"profile_updates": PROFILED_UPDATES * profiled, "deadline_s": deadline_s}
             return measure_once(
                 recipe,
                 execution,
