@@ -153,9 +153,12 @@ def test_the_clock_is_read_when_the_device_has_nothing_left_to_do():
 
         device = torch.device(DEVICE)
 
-        def step(self, rows):
+        def submit(self, rows):
             torch.cuda._sleep(10**8)
-            return UpdateResult(loss_sum=1.0, targets=4, grad_norm=1.0)
+            return [UpdateResult(loss_sum=1.0, targets=4, grad_norm=1.0)]
+
+        def finish(self):
+            return []
 
     class OneRow:
         def take(self, blocks):

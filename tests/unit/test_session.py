@@ -172,22 +172,22 @@ def test_stopping_before_every_update_ends_in_the_same_bits(cache, tmp_path):
 def test_a_killed_run_goes_on_from_its_last_save(cache, tmp_path, monkeypatch):
     """Nothing is saved after update 4 and the process is gone at update 5, with a line of metrics too many."""
     _, lines, weights = finished(make(cache, tmp_path / "a"), tmp_path / "whole")
-    step, calls = Updater.step, []
+    submit, calls = Updater.submit, []
 
     def dying(self, rows):
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return step(self, rows)
+        return submit(self, rows)
 
-    monkeypatch.setattr(Updater, "step", dying)
+    monkeypatch.setattr(Updater, "submit", dying)
     killed = make(cache, tmp_path / "b", checkpoint_interval_s=0)
     save = killed.save
     killed.save = lambda: save() if len(calls) < 3 else None
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     ahead = len((tmp_path / "b" / "metrics.jsonl").read_bytes())
-    monkeypatch.setattr(Updater, "step", step)
+    monkeypatch.setattr(Updater, "submit", submit)
     resumed_session = make(cache, tmp_path / "b")
     assert resumed_session.updater.updates == 2
     assert len((tmp_path / "b" / "metrics.jsonl").read_bytes()) < ahead
@@ -228,7 +228,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return slow
 
     first = iter([6.0])
-    monkeypatch.setattr(Updater, "step", taking(lambda: next(first, 1.0), Updater.step))
+    monkeypatch.setattr(Updater, "submit", taking(lambda: next(first, 1.0), Updater.submit))
     monkeypatch.setattr(session_module, "subset_blocks", taking(3, session_module.subset_blocks))
     monkeypatch.setattr(session_module, "evaluate", taking(10, session_module.evaluate))
     monkeypatch.setattr(session_module.checkpoint, "save", taking(20, session_module.checkpoint.save))

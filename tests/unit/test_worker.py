@@ -42,9 +42,12 @@ class Updates:
     def __init__(self, clock):
         self.clock = clock
 
-    def step(self, rows):
+    def submit(self, rows):
         self.clock.now += 0.5
-        return UpdateResult(loss_sum=4.0 * 64, targets=64, grad_norm=1.0)
+        return [UpdateResult(loss_sum=4.0 * 64, targets=64, grad_norm=1.0)]
+
+    def finish(self):
+        return []
 
 
 def test_time_between_windows_leaves_the_rate_as_it_was():
@@ -85,14 +88,14 @@ def test_synthetic_batch_stays_where_it_is_and_trains_alike():
 def test_recompiling_in_a_window_names_guard_and_sizes():
     updater = Updater(RECIPE, EXECUTION, "cpu")
     grown = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
-    plain, calls = updater.step, []
+    plain, calls = updater.submit, []
 
-    def step(rows):
+    def submit(rows):
         calls.append(rows)
         grown(torch.zeros(25 if len(calls) == 9 else 11))
         return plain(rows)
 
-    updater.step = step
+    updater.submit = submit
     result = timed(updater)
     assert result["status"] == "recompile_in_window"
     assert [w["compiles"] for w in result["windows"]] == [0, 1, 0]

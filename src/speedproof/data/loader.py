@@ -193,21 +193,28 @@ def to_device(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, int64 (b, T) each, on `device` from uint16 rows (b, T + 1); only here are ids 64 bits wide.
 
-    Targets past `valid` (b,) become -100. On CUDA the 2-byte ids are copied from pinned memory without waiting. Rows
-    that are an int64 tensor lie on the device already, as a synthetic batch does.
+    Targets past `valid` (b,) become -100.
     """
     device = torch.device(device)
-    if isinstance(rows, torch.Tensor):
-        ids = rows
-    elif device.type == "cuda":
-        # As signed 16 bits: few operations know unsigned ones. The mask takes the sign off again.
-        narrow = torch.from_numpy(np.ascontiguousarray(rows).view(np.int16)).pin_memory()
-        ids = narrow.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
-    else:
-        ids = torch.from_numpy(rows.astype(np.int64)).to(device)
+    ids = device_ids(rows, device)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if valid is not None and (valid < targets.shape[1]).any():
         limit = torch.from_numpy(np.ascontiguousarray(valid, dtype=np.int64)).to(device)
         beyond = torch.arange(targets.shape[1], device=device) >= limit[:, None]
         targets = targets.masked_fill(beyond, IGNORED)
     return inputs, targets
+
+
+def device_ids(rows: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Ids int64 (b, T + 1) on `device` from uint16 rows.
+
+    On CUDA the 2-byte ids are copied from pinned memory without waiting. Rows that are an int64 tensor lie on the
+    device already, as a synthetic batch does.
+    """
+    if isinstance(rows, torch.Tensor):
+        return rows
+    if device.type == "cuda":
+        # As signed 16 bits: few operations know unsigned ones. The mask takes the sign off again.
+        narrow = torch.from_numpy(np.ascontiguousarray(rows).view(np.int16)).pin_memory()
+        return narrow.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
+    return torch.from_numpy(rows.astype(np.int64)).to(device)

@@ -72,6 +72,8 @@ def _set_up(request: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
 class DeviceBatch:
     """One synthetic batch kept on the device, so that neither loading nor transfer is measured."""
 
+    cursor = 0  # there is no place in a single batch
+
     def __init__(self, batches: Any, device: Any):
         import torch
 

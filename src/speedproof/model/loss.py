@@ -43,7 +43,7 @@ class Chunked:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, hidden: Tensor, head: Tensor, targets: Tensor, *, compiled: bool = False) -> Tensor:
@@ -94,10 +94,11 @@ class Chunked:
         return self._compiled[function]
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None or (found.dtype, found.device) != (dtype, device) or found.numel() < torch.Size(shape).numel():
-            self._buffers[name] = found = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=device)
-        return found[: torch.Size(shape).numel()].view(shape)
+        # One for each shape, for good: a captured graph goes on writing to the one that it was captured with.
+        key = name, tuple(shape), dtype, device
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
+        return self._buffers[key]
 
 
 LOSSES: dict[Loss, Callable[[], Callable[..., Tensor]]] = {"plain": lambda: plain, "chunked": Chunked}

@@ -13,8 +13,17 @@ Implementation = Literal["native", "transformers"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "math"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
-NATIVE_ONLY = {"rope": "uncached", "projections": "separate", "loss": "plain"}
-"""Settings that only the native model has, with the value that says what a peer does."""
+NATIVE_ONLY = {
+    "rope": "uncached",
+    "projections": "separate",
+    "loss": "plain",
+    "optimizer": "fused",
+    "capture": "none",
+}
+"""Settings of the native implementation alone, with the value that says what a peer has as it comes."""
+
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Compile modes that replay CUDA graphs, whose outputs live only until the next replay."""
 
 
 class Execution(Strict):
@@ -43,8 +52,12 @@ class Execution(Strict):
         description="AdamW over each weight, or over flat buffers that hold weights, gradients and moments"
     )
     partial: Literal["eager", "compiled"] = Field(description="how a shorter last microbatch runs")
-    finite_checks: Literal["separate", "merged"] = Field(
-        description="separate: each microbatch loss and the gradients read by the host; merged: one read an update"
+    finite_checks: Literal["separate", "merged", "latched"] = Field(
+        description="separate: each microbatch loss and the gradients read by the host; merged: one read an update; "
+        "latched: the device refuses by itself, one read for several updates"
+    )
+    capture: Literal["none", "graph"] = Field(
+        description="graph: a whole update is one CUDA graph; needs optimizer arena and finite_checks latched"
     )
     evaluation_batch: PositiveInt = Field(description="blocks of one validation pass")
     evaluation_compile: bool
@@ -57,12 +70,27 @@ class Execution(Strict):
                 f"update (recipe.targets_per_update {recipe.targets_per_update}); "
                 f"use one of {[m for m in range(1, recipe.blocks_per_update + 1) if recipe.blocks_per_update % m == 0]}"
             )
+        if contradiction := self.contradiction():
+            raise UserError(f"execution.{contradiction}")
         for key, value in NATIVE_ONLY.items():
             if self.implementation != "native" and getattr(self, key) != value:
                 raise UserError(
                     f"execution.{key}: {getattr(self, key)!r} is the native model's alone; "
                     f"use {value!r} with implementation {self.implementation!r}"
                 )
+
+    def contradiction(self) -> str | None:
+        """What in this execution excludes something else in it, and what to do; None where all goes together."""
+        if self.capture == "none":
+            return None
+        if self.device != "cuda":
+            return f"capture: 'graph' does not exist on {self.device}; use none"
+        for key, value in {"optimizer": "arena", "finite_checks": "latched"}.items():
+            if getattr(self, key) != value:
+                return f"{key}: found {getattr(self, key)!r} with capture 'graph', which needs {value!r}; set it"
+        if self.compile and self.compile_mode in GRAPH_MODES:
+            return f"compile_mode: {self.compile_mode!r} makes CUDA graphs of its own; use default with capture 'graph'"
+        return None
 
     def peer(self, implementation: Implementation) -> "Execution":
         """The same way to run a recipe, as far as `implementation` goes along."""

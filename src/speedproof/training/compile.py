@@ -11,9 +11,6 @@ from speedproof.core.errors import UserError
 from speedproof.model.llama import Llama
 from speedproof.model.loss import Chunked
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Compile modes that replay CUDA graphs, whose outputs live only until the next replay."""
-
 
 class CompileError(UserError):
     """torch.compile could not make the function."""

@@ -18,20 +18,24 @@ from speedproof.data.loader import to_device
 from speedproof.model.attention import check_backend
 from speedproof.model.fused import by_name
 from speedproof.model.llama import build
-from speedproof.settings.execution import Execution
+from speedproof.settings.execution import GRAPH_MODES, Execution
 from speedproof.settings.recipe import Recipe
 from speedproof.training.allocator import tune_allocator
-from speedproof.training.compile import GRAPH_MODES, CompiledLoss, compile_errors
+from speedproof.training.compile import CompiledLoss, compile_errors
+from speedproof.training.latch import CapturedUpdate, Latch
 from speedproof.training.optimizer import MOMENTS, OPTIMIZERS, allocate
 from speedproof.training.precision import autocast, compute_dtype, require_resolved
 from speedproof.training.schedule import learning_rate
 
 
 class NonFinite(UserError):
-    """An update whose loss or gradient is not finite. It was not applied: everything is as after the one before."""
+    """An update whose loss or gradient is not finite. It was not applied: everything is as after the one before.
 
-    def __init__(self, update: int, tensor: str):
-        self.update, self.tensor = update, tensor
+    `blocks` were taken for it and for updates after it.
+    """
+
+    def __init__(self, update: int, tensor: str, blocks: int = 0):
+        self.update, self.tensor, self.blocks = update, tensor, blocks
         super().__init__(
             f"update {update}: {tensor} is not finite; weights, moments and schedule are as after update {update - 1}. "
             "Lower recipe.lr or recipe.grad_clip, or set recipe.precision to fp32, and train again"
@@ -68,7 +72,9 @@ class Window:
 
 
 class Batches(Protocol):
-    """Where rows come from; see speedproof.data.loader."""
+    """Where rows come from; see speedproof.data.loader. `cursor` counts the blocks taken, and may be put back."""
+
+    cursor: int
 
     def take(self, blocks: int) -> np.ndarray: ...
 
@@ -101,35 +107,93 @@ class Updater:
         self._replays = execution.compile and execution.compile_mode in GRAPH_MODES and self.device.type == "cuda"
         self.weights = OPTIMIZERS[execution.optimizer](self.model, recipe, keep=self._replays)
         self.optimizer = self.weights.adamw
+        self.latch = Latch(self.optimizer, self.device) if execution.finite_checks == "latched" else None
+        self._captured: CapturedUpdate | None = None
+        for group in self.optimizer.param_groups:
+            group["capturable"] = execution.capture == "graph"
         self.compiled = CompiledLoss(self.model, execution.compile_mode) if execution.compile else None
         self.targets_seen = 0
         self.updates = 0
 
     def step(self, rows: np.ndarray) -> UpdateResult:
-        """One optimizer update on rows (blocks, context + 1) uint16.
+        """One optimizer update on rows (blocks, context + 1) uint16, and its result.
 
         Raises: NonFinite, with nothing changed; CompileError.
         """
+        return (self.submit(rows) or self.finish())[-1]
+
+    def submit(self, rows: np.ndarray) -> list[UpdateResult]:
+        """One optimizer update; returns what is known by now: its own result, or, latched, several or none.
+
+        Raises: as `step`; latched it may be for an update some submissions ago, and none since has changed anything.
+        """
         targets = len(rows) * (rows.shape[1] - 1)
-        separate = self.execution.finite_checks == "separate"
-        loss_sum = torch.zeros((), device=self.device)
-        for start in range(0, len(rows), self.execution.microbatch):
-            nll = self.backward(rows[start : start + self.execution.microbatch], targets)
-            if separate and not math.isfinite(nll.item()):
-                self._reject("loss")
-            loss_sum += nll
+        rate = learning_rate(self.recipe, self.targets_seen + targets)
+        if self.latch is None:
+            results = [self._checked(rows, targets, rate)]
+        else:
+            results = []
+            self.latch.rate.fill_(rate)
+            self._replayed(rows) if self._whole(rows) else self._latched(rows)
+            self.latch.note(rows, targets)
+        self.targets_seen += targets
+        self.updates += 1
+        return self.finish() if self.latch and self.latch.full else results
+
+    def finish(self) -> list[UpdateResult]:
+        """Results of the updates whose results are not known yet. Raises: NonFinite for the first that has none."""
+        if not (self.latch and self.latch.pending):
+            return []
+        seen, pending = self.latch.read(), self.latch.pending
+        self.latch.pending = []
+        for done, (rows, targets, loss, norm) in enumerate(seen):
+            if not math.isfinite(loss + norm):
+                undone = pending[done:]
+                self.updates -= len(undone)
+                self.targets_seen -= sum(targets for _, targets in undone)
+                if math.isfinite(loss):
+                    self._accumulate(rows, targets)  # once more, to say which gradient it was
+                self._reject(None if math.isfinite(loss) else "loss", sum(len(rows) for rows, _ in undone))
+        return [UpdateResult(loss, targets, norm) for _, targets, loss, norm in seen]
+
+    def _checked(self, rows: np.ndarray, targets: int, rate: float) -> UpdateResult:
+        """An update that is looked at before it is applied."""
+        loss_sum = self._accumulate(rows, targets)
         norm = self.weights.norm()
         loss, grad_norm = torch.stack((loss_sum, norm)).tolist()  # the host sync of an update
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._reject(None if math.isfinite(loss) else "loss")
-        rate = learning_rate(self.recipe, self.targets_seen + targets)
+            self._reject(None if math.isfinite(loss) else "loss", len(rows))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.weights.step(norm)
         self.weights.clear()
-        self.targets_seen += targets
-        self.updates += 1
         return UpdateResult(loss, targets, grad_norm)
+
+    def _latched(self, rows: np.ndarray | Tensor) -> None:
+        """An update that the latch lets through or not. It never syncs, so that it can be captured."""
+        loss_sum = self._accumulate(rows, len(rows) * (rows.shape[1] - 1))
+        norm = self.weights.norm()
+        self.latch.look(loss_sum, norm)
+        self.weights.step(norm)
+        self.weights.clear()
+
+    def _whole(self, rows: np.ndarray | Tensor) -> bool:
+        return self.execution.capture == "graph" and len(rows) == self.recipe.blocks_per_update
+
+    def _replayed(self, rows: np.ndarray | Tensor) -> None:
+        if self._captured is None:
+            self._captured = CapturedUpdate(self._latched, self.latch, tuple(rows.shape), self.device)
+        self._captured(rows)
+
+    def _accumulate(self, rows: np.ndarray | Tensor, targets: int) -> Tensor:
+        """Add up the microbatches' gradients of the mean loss; returns the summed loss, on the device."""
+        loss_sum = torch.zeros((), device=self.device)
+        for start in range(0, len(rows), self.execution.microbatch):
+            nll = self.backward(rows[start : start + self.execution.microbatch], targets)
+            if self.execution.finite_checks == "separate" and not math.isfinite(nll.item()):
+                self._reject("loss", len(rows))
+            loss_sum += nll
+        return loss_sum
 
     def backward(self, rows: np.ndarray, targets: int) -> Tensor:
         """Add a microbatch's share of the update's mean gradient; returns its summed loss, on the device.
@@ -151,17 +215,20 @@ class Updater:
             (nll / targets).backward()
         return nll.detach()
 
-    def _reject(self, tensor: str | None) -> None:
+    def _reject(self, tensor: str | None, blocks: int) -> None:
         """Drop the gradients and raise NonFinite, naming the first tensor that is to blame."""
         if tensor is None:
             gradients = by_name(self.model, lambda weight: weight.grad).items()
             bad = (name for name, gradient in gradients if not torch.isfinite(gradient).all())
             tensor = next((f"gradient of {name}" for name in bad), "gradient norm")
         self.weights.clear()
-        raise NonFinite(self.updates + 1, tensor)
+        raise NonFinite(self.updates + 1, tensor, blocks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors (no copies) under canonical names, and the counters; the same for every execution."""
+        """The live tensors (no copies) under canonical names, and the counters; the same for every execution.
+
+        What was submitted must have been finished.
+        """
         return {
             "model": by_name(self.model),
             "moments": self._moments() if self.updates else {},
@@ -218,6 +285,16 @@ def collector_frozen() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def put_back(batches: Batches) -> Iterator[None]:
+    """Where an update is not finite, let the cursor stand before it, as the counters do."""
+    try:
+        yield
+    except NonFinite as stop:
+        batches.cursor -= stop.blocks
+        raise
+
+
 def run_window(
     updater: Updater,
     batches: Batches,
@@ -230,25 +307,30 @@ def run_window(
     The clock is read after synchronising, at the two edges; in between it only adds up the wait for rows.
     Raises: what `Updater.step` raises; ValueError for an empty plan.
     """
-    targets = updates = 0
-    loss_sum = grad_norm = wait = 0.0
-    with collector_frozen():
+    results: list[UpdateResult] = []
+    wait = 0.0
+
+    def tell(known: list[UpdateResult]) -> None:
+        results.extend(known)
+        for result in known if on_update else ():
+            on_update(result)
+
+    with collector_frozen(), put_back(batches):
         synchronise(updater.device)
         begin = clock()
         for blocks in plan:
             asked = clock()
             rows = batches.take(blocks)
             wait += clock() - asked
-            result = updater.step(rows)
-            targets, updates = targets + result.targets, updates + 1
-            loss_sum, grad_norm = loss_sum + result.loss_sum, result.grad_norm
-            if on_update is not None:
-                on_update(result)
+            tell(updater.submit(rows))
+        tell(updater.finish())
         synchronise(updater.device)
         seconds = clock() - begin
-    if not updates:
+    if not results:
         raise ValueError("a window needs at least one update")
-    return Window(targets, updates, seconds, loss_sum / targets, grad_norm, wait)
+    targets = sum(result.targets for result in results)
+    loss = sum(result.loss_sum for result in results) / targets
+    return Window(targets, len(results), seconds, loss, results[-1].grad_norm, wait)
 
 
 def deterministic() -> None:
