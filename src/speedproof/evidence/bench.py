@@ -84,7 +84,7 @@ class Effort:
 
 def effort(quick: bool, blocks: int) -> Effort:
     """Three windows of some seconds each, or one short window, which shows little more than that it runs."""
-    updates = (1, 1, 2) if quick else (2, 3, 4)
+    updates = (1, 1, 2) if quick else (2, 3, 3)
     counts = dict(zip(("warmup_updates", "windows", "updates_per_window"), updates, strict=True))
     protocol = counts | {"min_window_seconds": 0.0, "profile_updates": 0, "deadline_s": 3600}
     return Effort(blocks, protocol, *((1, 2) if quick else (3, 6)))
