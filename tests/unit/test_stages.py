@@ -28,7 +28,13 @@ TUNING = Tuning.parse(
         "compile": [False, True],
         "sdpa_backends": ["auto", "flash", "math"],
         "compile_modes": ["default", "max-autotune"],
+        "losses": [],
+        "projections": [],
+        "optimizers": [],
+        "finite_checks": [],
+        "captures": [],
         "cpu_threads": [1, 2],
+        "allocators": [],
     }
 )
 
@@ -87,8 +93,9 @@ def machine(compiled=2.0, large=1.5, backend=None, mode=1.0, threads=1.0):
 
 def test_places_follow_from_the_config():
     assert stages.stage_names(TUNING, DEFAULT) == ["grid", "sdpa", "compile_mode", "cpu_threads"]
-    assert [stages.slots(s.name, TUNING, DEFAULT) for s in stages.STAGES] == [4, 4, 1, 1]
-    assert stages.stage_names(CONFIG.tuning, DEFAULT) == ["grid", "sdpa", "cpu_threads"]
+    assert [stages.slots(s, TUNING, DEFAULT) for s in stages.stage_names(TUNING, DEFAULT)] == [4, 4, 1, 1]
+    assert stages.stage_names(CONFIG.tuning, DEFAULT) == ["grid", "sdpa", "kernels", "cpu_threads", "allocator"]
+    assert [stages.slots(s.name, CONFIG.tuning, DEFAULT) for s in stages.STAGES] == [4, 2, 0, 2, 0, 1, 1]
     with pytest.raises(UserError, match="known stages are grid"):
         stages.slots("speed", TUNING, DEFAULT)
 
@@ -187,6 +194,49 @@ def test_compile_modes_are_skipped_when_eager_is_best():
     assert finalists(tuned(records))["recommended"]["microbatch"] == 16
 
 
+FAST = {
+    "losses": ["plain", "chunked"],
+    "projections": ["separate", "fused"],
+    "optimizers": ["fused", "arena"],
+    "finite_checks": ["separate", "merged", "latched"],
+    "captures": ["none", "graph"],
+    "allocators": ["default", "tuned"],
+}
+
+
+def test_ways_to_be_faster_are_found_by_recommended():
+    """On a GPU, where a captured update needs an arena and the latch: no other combination of the three is planned."""
+    default = DEFAULT.model_copy(update={"device": "cuda"})
+    tuning = Tuning.parse(TUNING.plain() | FAST | {"compile_modes": []})
+
+    def rate(e):
+        gain = (
+            (1.5 if e.compile else 1) * (1.2 if e.loss == "chunked" else 1) * (0.9 if e.projections == "fused" else 1)
+        )
+        return 1000.0 * gain * (1.3 if e.capture == "graph" else 1.02 if e.optimizer == "arena" else 1)
+
+    records, plans = measured(rate, tuning, default)
+    assert stages.slots("kernels", tuning, default) == 3
+    assert stages.slots("update", tuning, default) == 6
+    assert [s["execution"]["capture"] for s in plans["update"]["slots"]].count("graph") == 1
+    found = finalists(tuned(records, tuning, default))["recommended"]
+    wanted = {"loss": "chunked", "projections": "separate", "optimizer": "arena", "capture": "graph"}
+    assert {key: found[key] for key in wanted} == wanted
+    assert found["finite_checks"] == "latched"
+    assert found["allocator"] == "default"
+    assert stages.slots("update", tuning, DEFAULT) == 5, "there is no graph on a CPU"
+
+
+def test_what_contradicts_the_incumbent_is_skipped():
+    default = DEFAULT.model_copy(update={"device": "cuda"})
+    tuning = Tuning.parse(TUNING.plain() | FAST)
+    records, plans = measured(machine(mode=1.5), tuning, default)
+    assert plans["update"]["slots"][-1]["skipped"].endswith(
+        "compile_mode: 'max-autotune' makes CUDA graphs of its own; use default with capture 'graph'"
+    )
+    assert finalists(tuned(records, tuning, default))["recommended"]["compile_mode"] == "max-autotune"
+
+
 def test_what_fails_is_passed_over():
     def rate(e):
         if e.compile:
@@ -229,7 +279,8 @@ def test_a_plan_always_fills_the_places_that_the_config_promised(
     microbatches, compile_, backends, modes, threads, seed
 ):
     tuning = Tuning.parse(
-        {
+        TUNING.plain()
+        | {
             "microbatches": microbatches,
             "compile": compile_,
             "sdpa_backends": backends,

@@ -32,16 +32,23 @@ STAGES = (
     Stage("grid", {"microbatch": "microbatches", "compile": "compile"}, bases=0),
     Stage("sdpa", {"sdpa_backend": "sdpa_backends"}, bases=2),
     Stage("compile_mode", {"compile_mode": "compile_modes"}, bases=1, needs=("compile", True)),
+    Stage("kernels", {"loss": "losses", "projections": "projections"}, bases=1),
+    Stage("update", {"optimizer": "optimizers", "finite_checks": "finite_checks", "capture": "captures"}, bases=1),
     Stage("cpu_threads", {"cpu_threads": "cpu_threads"}, bases=1),
+    Stage("allocator", {"allocator": "allocators"}, bases=1),
 )
 """In the order they run. A later stage is one more line here and one more list in `tuning`."""
 
 
 def combinations(stage: Stage, tuning: Tuning, default: Execution) -> list[dict[str, Any]]:
-    """Settings that the stage puts on each base, in the order of the config; a grid always holds the default's."""
+    """Settings that the stage puts on each base, in the order of the config; a grid always holds the default's.
+
+    Left out are those that exclude each other on the default, a captured update without an arena for one.
+    """
     own = {setting: getattr(default, setting) for setting in stage.varies}
     lists = [list(dict.fromkeys(getattr(tuning, key))) for key in stage.varies.values()]
-    found = [dict(zip(stage.varies, values, strict=True)) for values in itertools.product(*lists)]
+    every = [dict(zip(stage.varies, values, strict=True)) for values in itertools.product(*lists)]
+    found = [settings for settings in every if not default.model_copy(update=settings).contradiction()]
     if stage.bases == 0:
         return found if own in found else [own, *found]
     return [settings for settings in found if settings != own]

@@ -171,7 +171,11 @@ class Tuner:
             if idle:
                 chosen = [c for c in chosen if c not in idle]
                 skipped = f"without effect on {idle[0].name}, where {setting} is not {str(value).lower()}"
-        found = [self._candidate(name, c.execution, s) for c in chosen for s in settings]
+        every = [self._candidate(name, c.execution, s) for c in chosen for s in settings]
+        found = [c for c in every if not c.execution.contradiction()]
+        for candidate in every:
+            if contradiction := candidate.execution.contradiction():
+                skipped = f"{candidate.name} contradicts itself: {contradiction}"
         empty = slots(name, self.tuning, self.default) - len(found)
         return Plan(name, self.incumbent, found, why, empty, skipped)
 

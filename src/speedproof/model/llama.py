@@ -4,7 +4,7 @@ B is the microbatch, T the context, d the width, H the heads, D = d / H the head
 """
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from speedproof.model.attention import Backend, attention
 from speedproof.model.fused import FusedLinear, by_name, canonical_state
-from speedproof.model.loss import LOSSES, Loss
+from speedproof.model.loss import LOSSES
 from speedproof.model.peers import TransformersLlama
 from speedproof.model.rope import ROPES, Rope
-from speedproof.settings.execution import Execution
+from speedproof.settings.execution import Execution, Loss, Projections
 from speedproof.settings.recipe import ModelShape, Recipe
-
-Projections = Literal["separate", "fused"]
 
 
 class Numbers(Protocol):

@@ -5,13 +5,13 @@ no more than a chunk of either is ever held.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Loss = Literal["plain", "chunked"]
+from speedproof.settings.execution import Loss
 
 IGNORED = -100
 """A target that does not count: the padding of a split's last block."""

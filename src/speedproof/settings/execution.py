@@ -11,6 +11,12 @@ from speedproof.settings.strict import Strict
 Device = Literal["cpu", "cuda"]
 Implementation = Literal["native", "transformers"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "math"]
+Projections = Literal["separate", "fused"]
+Loss = Literal["plain", "chunked"]
+Optimizer = Literal["fused", "arena"]
+FiniteChecks = Literal["separate", "merged", "latched"]
+Capture = Literal["none", "graph"]
+Allocator = Literal["default", "tuned"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 NATIVE_ONLY = {
@@ -38,25 +44,25 @@ class Execution(Strict):
     compile_mode: CompileMode = Field(description="torch.compile's mode; without effect when compile is false")
     sdpa_backend: SdpaBackend
     cpu_threads: PositiveInt = Field(description="PyTorch's intra-op threads")
-    allocator: Literal["default", "tuned"] = Field(
+    allocator: Allocator = Field(
         description="tuned: freed memory is kept and used again, so that a CPU need not map and clear it anew"
     )
     rope: Literal["cached", "uncached"] = Field(description="FP32 tables kept outside the graph, or angles each time")
-    projections: Literal["separate", "fused"] = Field(
+    projections: Projections = Field(
         description="fused: q, k, v and gate, up are stored and multiplied as one matrix each"
     )
-    loss: Literal["plain", "chunked"] = Field(
+    loss: Loss = Field(
         description="chunked: head and cross-entropy some targets at a time, their gradient in the forward pass"
     )
-    optimizer: Literal["fused", "arena"] = Field(
+    optimizer: Optimizer = Field(
         description="AdamW over each weight, or over flat buffers that hold weights, gradients and moments"
     )
     partial: Literal["eager", "compiled"] = Field(description="how a shorter last microbatch runs")
-    finite_checks: Literal["separate", "merged", "latched"] = Field(
+    finite_checks: FiniteChecks = Field(
         description="separate: each microbatch loss and the gradients read by the host; merged: one read an update; "
         "latched: the device refuses by itself, one read for several updates"
     )
-    capture: Literal["none", "graph"] = Field(
+    capture: Capture = Field(
         description="graph: a whole update is one CUDA graph; needs optimizer arena and finite_checks latched"
     )
     evaluation_batch: PositiveInt = Field(description="blocks of one validation pass")

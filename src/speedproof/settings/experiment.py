@@ -8,7 +8,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from speedproof.core import files
 from speedproof.core.errors import UserError
-from speedproof.settings.execution import CompileMode, Execution, SdpaBackend
+from speedproof.settings.execution import (
+    Allocator,
+    Capture,
+    CompileMode,
+    Execution,
+    FiniteChecks,
+    Loss,
+    Optimizer,
+    Projections,
+    SdpaBackend,
+)
 from speedproof.settings.programme import Programme
 from speedproof.settings.recipe import ModelShape, Recipe, RecipeSettings
 from speedproof.settings.strict import Strict
@@ -74,7 +84,13 @@ class Tuning(Strict):
     compile: list[bool] = Field(min_length=1)
     sdpa_backends: list[SdpaBackend] = Field(description="tried on the best two of the grid")
     compile_modes: list[CompileMode] = Field(description="tried on the best")
+    losses: list[Loss] = Field(description="tried with projections on the best")
+    projections: list[Projections]
+    optimizers: list[Optimizer] = Field(description="tried with finite_checks and captures on the best")
+    finite_checks: list[FiniteChecks]
+    captures: list[Capture]
     cpu_threads: list[PositiveInt] = Field(description="tried on the best")
+    allocators: list[Allocator] = Field(description="tried on the best")
 
 
 class Arm(Strict):

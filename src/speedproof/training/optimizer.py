@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from speedproof.settings.execution import Optimizer
 from speedproof.settings.recipe import Recipe
-
-Optimizer = Literal["fused", "arena"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
