@@ -87,7 +87,8 @@ for start in range(0, len(tokens) - 1, 16):
 text = "The cat ran. 🐈"
 print(json.dumps({{
     "loss": total / (len(tokens) - 1), "ids": tokenizer(text)["input_ids"],
-    "text": tokenizer.decode(tokenizer(text)["input_ids"]), "end": [tokenizer.eos_token, tokenizer.eos_token_id],
+    "text": tokenizer.decode(tokenizer(text)["input_ids"]), "inputs": sorted(tokenizer(text)),
+    "end": [tokenizer.eos_token, tokenizer.eos_token_id],
 }}))
 """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
@@ -100,6 +101,7 @@ print(json.dumps({{
     text = "The cat ran. 🐈"
     assert found["ids"] == tokenizers.load(trained[0] / "tokenizer.json").encode(text, add_special_tokens=False).ids
     assert found["text"] == text
+    assert found["inputs"] == ["attention_mask", "input_ids"]
     end = trained[1]["end_of_document"]
     assert found["end"] == [end["token"], end["id"]]
 

@@ -46,6 +46,7 @@ def export(recipe: Recipe, weights: Path, tokenizer: Path, manifest: dict[str, A
         "bos_token": end["token"],
         "eos_token": end["token"],
         "model_max_length": recipe.model.context_length,
+        "model_input_names": ["input_ids", "attention_mask"],  # what `generate(**tokenizer(text))` may hand over
         "clean_up_tokenization_spaces": False,
     }
     files.write_json(folder / "tokenizer_config.json", special)
