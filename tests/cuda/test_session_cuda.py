@@ -114,7 +114,7 @@ def test_every_setting_keeps_losses_and_gradients(settings, tmp_path, recipe, mi
     assert found["holds"], found["reason"]
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=named)
+@pytest.mark.parametrize("settings", [*(v for v in VARIANTS if "compile" not in v), VARIANTS[-1]], ids=named)
 def test_state_is_canonical_whatever_the_settings(settings, recipe, miniature_execution):
     plain = Updater(recipe(), miniature_execution(device="cuda", microbatch=2), DEVICE)
     fast = Updater(recipe(), miniature_execution(device="cuda", microbatch=2, **settings), DEVICE)

@@ -103,7 +103,7 @@ ROWS = (
     Row("peak, final compiled 32", "peak", "50m", FINAL, "larger_models.50m.compiled_peak_gib", 55),
     Row("final compiled 32", "rate", "90m", FINAL, "larger_models.90m.final_compiled", 65),
     Row("peak, final compiled 32", "peak", "90m", FINAL, "larger_models.90m.compiled_peak_gib", 65),
-    Row("CUDA tests, without max-autotune", "tests", "all", FINAL, "tests.gh200.passed", 45),
+    Row("CUDA tests, without max-autotune", "tests", "all", FINAL, "tests.gh200.passed", 60),
     Row("parity, fresh weights", "parity", "50m", FINAL, "parity.50m_fresh.relative_gradient_error", 40),
     Row("parity, fresh weights", "parity", "90m", FINAL, "parity.90m_fresh.relative_gradient_error", 45),
     # What the published final execution did not have, against its rate.
