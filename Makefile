@@ -1,15 +1,21 @@
 # make all: the embedded experiment, from a bare clone to a verdict. make test: the tests.
 # make bench: the model beside transformers' on this CPU, mode by mode; OPTIONS="--quick --modes fp32-eager" for less.
+# make allocation: the same graph as one SLURM job, on one GPU, with what `slurm` in CONFIG says; BUDGET=90 stops sooner.
 PYTHON ?= python3
 CONFIG ?= config/default.yaml
 ENV := envs/cpu.txt
 BIN := .venv/bin
 PATHS := src tests
 
-.PHONY: all test bench lint format clean
+.PHONY: all allocation test bench lint format clean
 all: .venv/installed
 	$(BIN)/snakemake --configfile $(CONFIG) -- all
 	@$(BIN)/python src/scripts/show_verdict.py $(addprefix --config ,$(CONFIG))
+
+# Data are fetched here, where the network is; the compute node may have none.
+allocation: .venv/installed
+	$(BIN)/snakemake --configfile $(CONFIG) -- fetch_data
+	$(BIN)/python src/scripts/allocate.py $(addprefix --config ,$(CONFIG)) $(addprefix --budget-minutes ,$(BUDGET))
 
 test: .venv/peers
 	$(BIN)/python -m pytest
