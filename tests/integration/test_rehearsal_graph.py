@@ -36,7 +36,7 @@ def test_all_lists_every_row_and_pair(configs):
     # original, final and compiled_partial beside the recommended one that the default experiment trains.
     assert found["train_arm"] == 4
     assert found["tokenize_file"] == (3 if presets == 1 else 10)
-    assert found["compare_stage"] == (1 if presets == 1 else 18)
+    assert found["compare_stage"] == (1 if presets == 1 else 21)
 
 
 def test_a_named_target_measures_its_part_alone():

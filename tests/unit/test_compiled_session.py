@@ -28,8 +28,17 @@ class StopAfter(Stop):
         return "told to" if self.left < 0 else None
 
 
-@pytest.fixture
-def session(tmp_path, miniature_recipe, miniature_execution, monkeypatch):
+FAST = {
+    "projections": "fused",
+    "loss": "chunked",
+    "optimizer": "arena",
+    "finite_checks": "latched",
+    "tokens": "device",
+}
+
+
+@pytest.fixture(params=[{}, FAST], ids=["plain", "fast"])
+def session(request, tmp_path, miniature_recipe, miniature_execution, monkeypatch):
     """Makes the session of a compiled run with epochs of 7, 8 and 8 blocks: the first ends with 2 + 1.
 
     Graphs are traced and not turned into C++, which would take most of a minute.
@@ -37,7 +46,7 @@ def session(tmp_path, miniature_recipe, miniature_execution, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     cache = TokenCache.synthetic(tmp_path, 61, 24 * CONTEXT, 10 * CONTEXT, 0)
     recipe = miniature_recipe(data=cache.identity, budget_targets=23 * CONTEXT, virtual_epochs=3)
-    execution = miniature_execution(compile=True, microbatch=2)
+    execution = miniature_execution(compile=True, microbatch=2, **request.param)
 
     def make(name: str, stop: Stop | None = None) -> Session:
         torch._dynamo.reset()  # as a new process would begin

@@ -7,6 +7,7 @@ import torch
 from speedproof.core.errors import UserError
 from speedproof.data.token_cache import TokenCache
 from speedproof.model.llama import build
+from speedproof.model.loss import LOSSES
 from speedproof.training import evaluate as module
 from speedproof.training.evaluate import evaluate
 
@@ -33,8 +34,10 @@ def by_hand(model, tokens, blocks=range(8)) -> list[float]:
     return sums
 
 
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
 @pytest.mark.parametrize("batch", [1, 3, 7, 20])
-def test_it_is_one_sum_over_one_count(batch, model, tokens, miniature_recipe, miniature_execution):
+def test_it_is_one_sum_over_one_count(batch, loss, model, tokens, miniature_recipe, miniature_execution):
+    model.loss = LOSSES[loss]()
     found = evaluate(model, tokens, miniature_recipe(), miniature_execution(evaluation_batch=batch), "cpu")
     wanted = sum(by_hand(model, tokens))
     assert found.targets == COUNT - 1

@@ -19,6 +19,7 @@ from speedproof.data.loader import (
     validation_batches,
     validation_targets,
 )
+from speedproof.data.resident import ResidentBatches, _check_fit
 from speedproof.data.token_cache import Tokens
 from speedproof.settings.recipe import Recipe
 
@@ -223,3 +224,32 @@ def test_to_device_on_cuda_equals_cpu():
     valid = np.array([32, 32, 7, 32, 1])
     for there, here in zip(to_device(rows, valid, "cuda"), to_device(rows, valid, "cpu"), strict=True):
         assert torch.equal(there.cpu(), here)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+@pytest.mark.parametrize("cursor", [0, 17])
+def test_resident_tokens_come_in_the_same_order(blocks, cursor, small_ranges):
+    """Across ranges of ten blocks and past the end of the budget of 34; ids reach above 32,767."""
+    tokens, settings = Counted(10**6), recipe(34, seed=5)
+    tokens.read = lambda start, count: ((np.arange(start, start + count) * 997) % 65536).astype(np.uint16)
+    resident = ResidentBatches(tokens, settings, cursor, device="cpu", repeat=True)
+    with TrainingBatches(tokens, settings, cursor, repeat=True) as read:
+        for _ in range(60 // blocks):
+            found, wanted = resident.take(blocks), read.take(blocks)
+            assert found.dtype == torch.int64
+            assert np.array_equal(found.numpy(), wanted)
+            assert resident.state_dict() == read.state_dict()
+    for a, b in zip(to_device(found, None, "cpu"), to_device(wanted, None, "cpu"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_resident_tokens_end_with_the_budget_and_name_what_is_too_much():
+    batches = ResidentBatches(Counted(10**4), recipe(30), device="cpu")
+    assert batches.take(30).shape == (30, 9)
+    with pytest.raises(IndexError):
+        batches.take(1)
+    with pytest.raises(UserError, match=r"recipe\.budget_targets: 800 targets"):
+        ResidentBatches(Counted(500), recipe(100), device="cpu")
+    with pytest.raises(UserError, match=r"execution\.tokens: .*3\.00 GiB, more than 50% of the 4\.00 GiB.*use host"):
+        _check_fit(3 * 2**30, 4 * 2**30)
+    _check_fit(2**30, 4 * 2**30)

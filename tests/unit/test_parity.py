@@ -133,9 +133,21 @@ def test_eager_fp32_agrees(recipe, cache, backend, rope):
     assert (found["blocks"], found["targets"], found["kind"]) == (4, 64, "fresh")
 
 
-def test_bf16_drifts_but_holds(recipe, cache):
+FAST = {"projections": "fused", "loss": "chunked", "optimizer": "arena"}
+
+
+@pytest.mark.parametrize("settings", [{key: value} for key, value in FAST.items()] + [FAST], ids=len)
+def test_each_way_to_be_faster_agrees(recipe, cache, settings):
+    found = parity.check_parity(recipe, execution(**settings), None, cache, SETTINGS)
+    assert found["holds"]
+    assert found["gradient_error"] < 1e-5
+    assert abs(found["loss_difference_nats"]) < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{}, FAST], ids=["plain", "fast"])
+def test_bf16_drifts_but_holds(recipe, cache, settings):
     bf16 = Recipe.parse(recipe.plain() | {"precision": "bf16"})
-    found = parity.check_parity(bf16, execution(), None, cache, SETTINGS)
+    found = parity.check_parity(bf16, execution(**settings), None, cache, SETTINGS)
     assert found["holds"], found["reason"]
     assert 1e-4 < found["gradient_error"] < 0.05
 

@@ -9,7 +9,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
-READING = ("data/loader.py", "data/token_cache.py")
+READING = ("data/loader.py", "data/resident.py", "data/token_cache.py")
 """From the store's shards to batches: part of whatever is trained or measured."""
 
 SOURCES: dict[str, tuple[str, ...]] = {

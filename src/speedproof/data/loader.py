@@ -26,6 +26,30 @@ def _windows(buffer: np.ndarray, context: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(buffer, context + 1)[::context]
 
 
+def check_budget(tokens: Tokens, recipe: Recipe, cursor: int, repeat: bool) -> None:
+    """Raise UserError where the split is too short for the recipe's budget, or the cursor lies outside of it."""
+    context = recipe.model.context_length
+    possible = max(0, len(tokens) - 1) // context
+    if recipe.blocks > possible:
+        raise UserError(
+            f"recipe.budget_targets: {recipe.budget_targets:,} targets are more than the training data's "
+            f"{possible * context:,} (whole blocks of {context}); lower the budget to that, "
+            f"or raise data.train_files"
+        )
+    if not 0 <= cursor <= recipe.blocks and not repeat:
+        raise UserError(f"cursor: found {cursor}; the budget holds {recipe.blocks} blocks")
+
+
+def range_blocks(recipe: Recipe) -> int:
+    """Blocks of a range, which are shuffled together."""
+    return max(1, recipe.shuffle_buffer_mib * MEBIBYTE // 2 // recipe.model.context_length)
+
+
+def shuffled(recipe: Recipe, number: int, count: int) -> np.ndarray:
+    """Order of the `count` rows of range `number`, int64 (count,)."""
+    return np.random.Generator(np.random.PCG64([recipe.seed, number])).permutation(count)
+
+
 class TrainingBatches:
     """The training blocks of a recipe in their seeded order, from any cursor on.
 
@@ -39,18 +63,10 @@ class TrainingBatches:
     """
 
     def __init__(self, tokens: Tokens, recipe: Recipe, cursor: int = 0, *, repeat: bool = False):
-        self._tokens, self._seed, self._repeat = tokens, recipe.seed, repeat
+        self._tokens, self._recipe, self._repeat = tokens, recipe, repeat
         self._context, self._blocks = recipe.model.context_length, recipe.blocks
-        possible = max(0, len(tokens) - 1) // self._context
-        if self._blocks > possible:
-            raise UserError(
-                f"recipe.budget_targets: {recipe.budget_targets:,} targets are more than the training data's "
-                f"{possible * self._context:,} (whole blocks of {self._context}); lower the budget to that, "
-                f"or raise data.train_files"
-            )
-        if not 0 <= cursor <= self._blocks and not repeat:
-            raise UserError(f"cursor: found {cursor}; the budget holds {self._blocks} blocks")
-        self._range_blocks = max(1, recipe.shuffle_buffer_mib * MEBIBYTE // 2 // self._context)
+        check_budget(tokens, recipe, cursor, repeat)
+        self._range_blocks = range_blocks(recipe)
         self.cursor = cursor
         """Blocks taken so far."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="speedproof-loader")
@@ -79,8 +95,7 @@ class TrainingBatches:
         start = number * self._range_blocks
         count = min(self._range_blocks, self._blocks - start)
         buffer = self._tokens.read(start * self._context, count * self._context + 1)
-        order = np.random.Generator(np.random.PCG64([self._seed, number])).permutation(count)
-        return _windows(buffer, self._context), order
+        return _windows(buffer, self._context), shuffled(self._recipe, number, count)
 
     def _prefetch(self, number: int) -> None:
         if self._next is None or self._next[0] != number:

@@ -35,7 +35,7 @@ STAGES = (
     Stage("kernels", {"loss": "losses", "projections": "projections"}, bases=1),
     Stage("update", {"optimizer": "optimizers", "finite_checks": "finite_checks", "capture": "captures"}, bases=1),
     Stage("cpu_threads", {"cpu_threads": "cpu_threads"}, bases=1),
-    Stage("allocator", {"allocator": "allocators"}, bases=1),
+    Stage("memory", {"allocator": "allocators", "tokens": "tokens"}, bases=1),
 )
 """In the order they run. A later stage is one more line here and one more list in `tuning`."""
 

@@ -47,6 +47,7 @@ def _set_up(request: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
 
     from speedproof.core.store import Store
     from speedproof.data.loader import SyntheticBatches, TrainingBatches
+    from speedproof.data.resident import ResidentBatches
     from speedproof.data.token_cache import TokenCache
     from speedproof.settings.execution import Execution
     from speedproof.settings.recipe import Recipe
@@ -62,7 +63,10 @@ def _set_up(request: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
         batches: Any = DeviceBatch(SyntheticBatches(recipe, recipe.seed), updater.device)
     else:
         cache = TokenCache.open(Path(request["cache"]), Store(Path(request["store"])))
-        batches = TrainingBatches(cache.train, recipe, repeat=True)
+        if execution.tokens == "device":
+            batches = ResidentBatches(cache.train, recipe, device=updater.device, repeat=True)
+        else:
+            batches = TrainingBatches(cache.train, recipe, repeat=True)
     if updater.device.type == "cuda":
         torch.cuda.synchronize()
     result["startup_s"] = process_age_s()

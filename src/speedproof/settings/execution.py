@@ -17,6 +17,7 @@ Optimizer = Literal["fused", "arena"]
 FiniteChecks = Literal["separate", "merged", "latched"]
 Capture = Literal["none", "graph"]
 Allocator = Literal["default", "tuned"]
+Tokens = Literal["host", "device"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 NATIVE_ONLY = {
@@ -46,6 +47,9 @@ class Execution(Strict):
     cpu_threads: PositiveInt = Field(description="PyTorch's intra-op threads")
     allocator: Allocator = Field(
         description="tuned: freed memory is kept and used again, so that a CPU need not map and clear it anew"
+    )
+    tokens: Tokens = Field(
+        description="training tokens read by a thread and copied, or all of the budget's kept on the device"
     )
     rope: Literal["cached", "uncached"] = Field(description="FP32 tables kept outside the graph, or angles each time")
     projections: Projections = Field(

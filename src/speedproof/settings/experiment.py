@@ -18,6 +18,7 @@ from speedproof.settings.execution import (
     Optimizer,
     Projections,
     SdpaBackend,
+    Tokens,
 )
 from speedproof.settings.programme import Programme
 from speedproof.settings.recipe import ModelShape, Recipe, RecipeSettings
@@ -90,7 +91,8 @@ class Tuning(Strict):
     finite_checks: list[FiniteChecks]
     captures: list[Capture]
     cpu_threads: list[PositiveInt] = Field(description="tried on the best")
-    allocators: list[Allocator] = Field(description="tried on the best")
+    allocators: list[Allocator] = Field(description="tried with tokens on the best")
+    tokens: list[Tokens]
 
 
 class Arm(Strict):

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from speedproof.core.errors import Preempted, UserError
 from speedproof.core.identity import digest
 from speedproof.core.progress import Progress
 from speedproof.data.loader import TrainingBatches, subset_blocks, validation_targets
+from speedproof.data.resident import ResidentBatches
 from speedproof.data.token_cache import TokenCache
 from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import Recipe
@@ -81,7 +83,8 @@ class Session:
             self.updater.load_state_dict(_from_state(state))
             checkpoint.set_random_state(state.tensors, self.device)
         _cut(self.metrics, self.ledger.metrics_bytes)
-        self.batches = TrainingBatches(cache.train, recipe, cursor)
+        resident = partial(ResidentBatches, device=self.device)
+        self.batches = (resident if execution.tokens == "device" else TrainingBatches)(cache.train, recipe, cursor)
         self._began = cursor
         self._compiling = True  # the first window of a process holds its compilation
         self._update_s, self._save_s, self._saved_at = 0.0, FIRST_SAVE_S, clock()
