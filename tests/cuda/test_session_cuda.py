@@ -18,7 +18,8 @@ from speedproof.settings.experiment import Parity
 from speedproof.training.precision import bf16_support
 from speedproof.training.session import Session
 from speedproof.training.stopping import Stop
-from speedproof.training.update import Updater, UpdateResult, run_window
+from speedproof.training.update import Updater, UpdateResult
+from speedproof.training.window import run_window
 
 pytestmark = [
     pytest.mark.cuda,

@@ -7,7 +7,8 @@ import torch
 from speedproof.core.errors import UserError
 from speedproof.training import latch
 from speedproof.training.schedule import learning_rate
-from speedproof.training.update import NonFinite, Updater, run_window
+from speedproof.training.update import NonFinite, Updater
+from speedproof.training.window import run_window
 
 CONTEXT = 16
 PLAN = [4, 4, 3, 4, 4, 1, 4, 4, 4]

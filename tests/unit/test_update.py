@@ -10,7 +10,8 @@ from speedproof.core.errors import UserError
 from speedproof.model.llama import build
 from speedproof.training import update
 from speedproof.training.schedule import learning_rate
-from speedproof.training.update import NonFinite, Updater, run_window
+from speedproof.training.update import NonFinite, Updater
+from speedproof.training.window import run_window
 
 CONTEXT = 16
 

@@ -10,7 +10,8 @@ from speedproof.data.loader import SyntheticBatches
 from speedproof.measure import worker
 from speedproof.model.attention import UnsupportedBackend
 from speedproof.training.compile import CompileError
-from speedproof.training.update import NonFinite, Updater, UpdateResult, run_window
+from speedproof.training.update import NonFinite, Updater, UpdateResult
+from speedproof.training.window import run_window
 
 
 class Clock:

@@ -101,7 +101,7 @@ class DeviceBatch:
 def _time(updater: Any, batches: Any, protocol: dict[str, Any], result: dict[str, Any]) -> None:
     """Warm up and time the windows into `result`, with the status that they deserve."""
     from speedproof.training.compile import compiles, graph_breaks, recompile_reasons
-    from speedproof.training.update import run_window
+    from speedproof.training.window import run_window
 
     blocks = updater.recipe.blocks_per_update
     first = run_window(updater, batches, [blocks])

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from speedproof.settings.recipe import Recipe
-from speedproof.training.update import UpdateResult, Window
+from speedproof.training.update import UpdateResult
+from speedproof.training.window import Window
 
 LONGEST_WINDOW = 100
 """Updates of a window, as in the published measurements."""

@@ -36,7 +36,8 @@ from speedproof.training.compile import compiles, recompile_reasons
 from speedproof.training.evaluate import Evaluation, evaluate
 from speedproof.training.ledger import Ledger, Tally, process_seconds, window_ends
 from speedproof.training.stopping import Stop
-from speedproof.training.update import Updater, run_window
+from speedproof.training.update import Updater
+from speedproof.training.window import run_window
 
 METRICS, WEIGHTS, RESULT = "metrics.jsonl", "weights.safetensors", "result.json"
 
