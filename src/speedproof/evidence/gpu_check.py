@@ -148,7 +148,7 @@ class Check:
 
     def _never(self, row: Row) -> bool:
         """Whether the row cannot be measured on this device at all."""
-        return FIGURES[row.figure].needs_cuda and self.device != "cuda"
+        return self.device != "cuda" and (FIGURES[row.figure].needs_cuda or row.settings.get("capture") == "graph")
 
     def _make_cache(self) -> TokenCache:
         toy = self.device == "cpu"
