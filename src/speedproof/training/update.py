@@ -225,6 +225,7 @@ class Updater:
         for name, weight in weights.items():
             weight.copy_(state["model"][name])
         allocate(self.optimizer, state["step"])
+        self._captured = None  # it would go on with the moments that were there before
         for name, moment in (self._moments() if state["step"] else {}).items():
             moment.copy_(state["moments"][name])
         self.targets_seen, self.updates = state["targets_seen"], state["updates"]
