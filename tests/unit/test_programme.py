@@ -333,11 +333,20 @@ def test_a_missing_trace_is_a_reason_and_never_a_zero(results, summary):
     assert (row["measured"], row["reason"]) == (None, "the profiler failed with RuntimeError")
 
 
+def test_a_start_that_never_pays_says_so(results, summary):
+    records, comparisons = results
+    records["cold_start"]["targets_per_s"] = 200_000.0
+    summary["programme"] = joined(records, comparisons)
+    row = next(r for r in published.compare(FIGURES, summary) if r["id"] == "cold_start_20m.break_even_targets")
+    assert (row["measured"], row["reason"]) == (None, "its rate is not the higher one, so its start never pays")
+
+
 def test_rows_of_two_classes_of_machine_have_no_ratio(results):
     records, comparisons = results
     records["final_32"]["environment"] = {"class": MACHINE["class"] | {"gpu": "NVIDIA H200"}, "facts": {}}
     rows = joined(records, comparisons)["rows"]
     assert (rows["final_32"]["ratio"], rows["final_32"]["break_even_targets"]) == (None, None)
+    assert rows["final_32"]["break_even_reason"] == rows["final_32"]["ratio_reason"]
     assert "another class of machine: gpu" in rows["final_32"]["ratio_reason"]
     assert rows["original_compiled_8"]["ratio"] == pytest.approx(713010 / 245035)
 

@@ -32,6 +32,7 @@ def join(
         _check(f"pairs.{name}", comparisons.get(name), arms)
     return {
         "stand_ins": programme.stand_ins,
+        "order": {"rows": list(programme.rows), "pairs": list(programme.pairs)},
         "rows": {
             name: _row(row, records[name], None if row.against is None else records[row.against])
             for name, row in programme.rows.items()
@@ -90,17 +91,25 @@ def _against(record: dict[str, Any], other: dict[str, Any] | None) -> dict[str, 
 
     The break-even charges this row with its whole warm-up and the other with none, as the published estimate does.
     """
-    found: dict[str, Any] = {"ratio": None, "ratio_reason": None, "break_even_targets": None}
-    if other is None:
-        return found | {"ratio_reason": "set against no other row"}
+    why = "set against no other row" if other is None else _apart(record, other)
+    if other is None or why:
+        return {"ratio": None, "ratio_reason": why, "break_even_targets": None, "break_even_reason": why}
     rate, reference = record["targets_per_s"], other["targets_per_s"]
-    if not rate or not reference:
-        return found | {"ratio_reason": "one of the two rows has no rate"}
-    machines = [value["environment"]["class"] for value in (record, other)]
-    if apart := differences(*machines):
-        return found | {"ratio_reason": f"measured on another class of machine: {', '.join(apart)}"}
-    extra = record["warmup"]["total_s"]
-    return found | {"ratio": rate / reference, "break_even_targets": break_even_targets(extra, rate, reference)}
+    paid = break_even_targets(record["warmup"]["total_s"], rate, reference)
+    return {
+        "ratio": rate / reference,
+        "ratio_reason": None,
+        "break_even_targets": paid,
+        "break_even_reason": "its rate is not the higher one, so its start never pays" if paid is None else None,
+    }
+
+
+def _apart(record: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Why two records have no ratio."""
+    if not record["targets_per_s"] or not other["targets_per_s"]:
+        return "one of the two rows has no rate"
+    other_class = differences(record["environment"]["class"], other["environment"]["class"])
+    return f"measured on another class of machine: {', '.join(other_class)}" if other_class else None
 
 
 def _pair(pair: Pair, comparison: dict[str, Any], retention: float, no_regression: float) -> dict[str, Any]:

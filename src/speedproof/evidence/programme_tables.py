@@ -8,14 +8,14 @@ from speedproof.measure.trace import FAMILIES
 
 def sections(summary: dict[str, Any]) -> list[str]:
     """The parts of summary.md that say what the programme measured; none without a programme."""
-    programme = summary["programme"]
+    single, pairs = (_ordered(summary["programme"], kind) for kind in ("rows", "pairs"))
     found = []
-    if programme and programme["rows"]:
-        found += ["## Programme: single measurements", _rows(programme["rows"])]
-        if any(row["kernel_families"] for row in programme["rows"].values()):
-            found += ["### Kernels and their time", _kernels(programme["rows"])]
-    if programme and programme["pairs"]:
-        found += ["## Programme: pairs in A B B A blocks", _pairs(programme["pairs"])]
+    if single:
+        found += ["## Programme: single measurements", _rows(single)]
+    if any(row["kernel_families"] for _, row in single):
+        found += ["### Kernels and their time", _kernels(single)]
+    if pairs:
+        found += ["## Programme: pairs in A B B A blocks", _pairs(pairs)]
     if attribution := _attribution(summary["published"]):
         found += ["## Attribution", attribution]
     return [*found, "## Partial batches", _partial(summary["matched"]), "## Allocation", _allocation(summary)]
@@ -23,11 +23,10 @@ def sections(summary: dict[str, Any]) -> list[str]:
 
 def rows(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """CSV tables by name."""
-    programme = summary["programme"] or {"rows": {}, "pairs": {}}
     return {
         f"programme_{kind}": [
             {"name": name} | {k: v for k, v in flat(found).items() if not k.startswith("environment.")}
-            for name, found in programme[kind].items()
+            for name, found in _ordered(summary["programme"], kind)
         ]
         for kind in ("rows", "pairs")
     }
@@ -36,7 +35,7 @@ def rows(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def ladders(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Bars of the update ladder by preset, in the order of the config; see plots.ladder."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in ((summary["programme"] or {}).get("rows") or {}).items():
+    for name, row in _ordered(summary["programme"], "rows"):
         if "ladder" in row["parts"] and row["targets_per_s"] is not None:
             bar = {"name": name, "targets_per_s": row["targets_per_s"], "ratio": row["ratio"]}
             found.setdefault(row["preset"], []).append(
@@ -45,7 +44,12 @@ def ladders(summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _rows(found: dict[str, Any]) -> str:
+def _ordered(programme: dict[str, Any] | None, kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """Rows or pairs in the order of the config."""
+    return [(name, programme[kind][name]) for name in programme["order"][kind]] if programme else []
+
+
+def _rows(found: list[tuple[str, dict[str, Any]]]) -> str:
     lines = [
         (
             name,
@@ -62,7 +66,7 @@ def _rows(found: dict[str, Any]) -> str:
             row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
             "; ".join(row["flags"]),
         )
-        for name, row in found.items()
+        for name, row in found
     ]
     head = ("row", "preset", "parts", "targets/s", "rate against", "first update s", "warm-up s", "compiler cache")
     head += ("break-even targets", "peak GiB", "J per million targets", "status", "flags")
@@ -70,25 +74,25 @@ def _rows(found: dict[str, Any]) -> str:
         "Each row is one fresh process, so its ratio is a point estimate. A break-even charges the row with its whole "
     )
     said += "warm-up and the row that it is set against with none."
-    reasons = sorted({row["energy_reason"] for row in found.values() if row["energy_reason"]})
+    reasons = sorted({row["energy_reason"] for _, row in found if row["energy_reason"]})
     said += "".join(f" Energy: {reason}." for reason in reasons)
     return f"{said}\n\n" + grid(head, lines, numeric={3, 4, 5, 6, 8, 9, 10})
 
 
-def _kernels(found: dict[str, Any]) -> str:
+def _kernels(found: list[tuple[str, dict[str, Any]]]) -> str:
     lines = []
-    for name, row in found.items():
+    for name, row in found:
         if families := row["kernel_families"]:
             times = (number(families[family]["ms_per_update"], ",.2f") for family in FAMILIES)
             kernels = number(row["kernels_per_update"], ",.0f")
             lines.append((name, row["profile_kind"], kernels, number(row["kernel_ms_per_update"], ",.2f"), *times))
-    reasons = sorted({row["profile_reason"] for row in found.values() if row["profile_reason"]})
+    reasons = sorted({row["profile_reason"] for _, row in found if row["profile_reason"]})
     head = ("row", "traced", "kernels an update", "ms an update", *(f"{family} ms" for family in FAMILIES))
     said = "".join(f"{reason[0].upper()}{reason[1:]}.\n\n" for reason in reasons)
     return said + grid(head, lines, numeric=set(range(2, len(head))))
 
 
-def _pairs(found: dict[str, Any]) -> str:
+def _pairs(found: list[tuple[str, dict[str, Any]]]) -> str:
     lines = [
         (
             name,
@@ -102,7 +106,7 @@ def _pairs(found: dict[str, Any]) -> str:
             pair["no_regression"],
             pair["status"] if pair["status"] == "ok" else f"{pair['status']}: {pair['status_reason']}",
         )
-        for name, pair in found.items()
+        for name, pair in found
     ]
     head = (
         "pair",

@@ -264,7 +264,7 @@ def ladder_rows(tuning: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: float | None) -> str:
-    """A figure as exact as it was given, with separators where they help."""
+    """A figure in full from 1000 on, with separators; below that as exact as it was given."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.7g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.7g}"
