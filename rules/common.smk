@@ -11,9 +11,10 @@ sys.path.insert(0, str(ROOT / "src"))
 from speedproof.core.errors import UserError
 from speedproof.core.files import sha256
 from speedproof.core.identity import source_digest
-from speedproof.evidence import stages
-from speedproof.settings.experiment import Experiment, load_preset, recipe_for
+from speedproof.evidence import arms, stages
+from speedproof.settings.experiment import Experiment, load_preset, recipe_for, typed
 from snakemake.exceptions import WorkflowError
+from snakemake.utils import update_config
 
 # The interpreter that runs this very process runs the scripts too, on whichever node that is, and the package is
 # the one beside this Snakefile, wherever an older install may point.
@@ -40,11 +41,14 @@ def check_programme(experiment):
 def checked_experiment():
     """The validated config, with every preset read and every execution checked against it."""
     try:
+        update_config(config, typed(workflow.config_settings.config))
         experiment = Experiment.parse(config)
         for preset in experiment.presets:
             recipe = recipe_for(preset, experiment, ROOT / "config/presets", None)
             experiment.execution.check(recipe)
             stages.check(experiment.tuning, recipe)
+            if preset in experiment.matched.presets:
+                arms.check_settings(experiment.matched.arms, experiment.execution, recipe)
         check_programme(experiment)
         return experiment
     except UserError as error:
@@ -52,7 +56,7 @@ def checked_experiment():
 
 
 EXPERIMENT = checked_experiment()
-STORE = EXPERIMENT.store
+STORE = os.path.expanduser(EXPERIMENT.store)
 RESULTS = f"results/{EXPERIMENT.experiment}"
 LOGS = f"logs/{EXPERIMENT.experiment}"
 SETTINGS = f"{RESULTS}/settings"

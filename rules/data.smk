@@ -37,7 +37,7 @@ rule fetch_data:
         "Find the C4 documents, or fetch them (the only step that may need the network)"
     shell:
         "python src/scripts/fetch_data.py --data {input.data} --tokenizer {input.tokenizer}"
-        " --store {params.store} --output {output} > {log} 2>&1"
+        " --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule make_tokenizer:
@@ -62,7 +62,7 @@ rule make_tokenizer:
         "Make the tokenizer {wildcards.tokenizer}"
     shell:
         "python src/scripts/make_tokenizer.py --tokenizer {input.tokenizer} --vocab {params.vocabulary}"
-        " --sources {input.sources} --threads {threads} --store {params.store}"
+        " --sources {input.sources} --threads {threads} --store {params.store:q}"
         " --output {output.tokenizer} --manifest {output.manifest} > {log} 2>&1"
 
 
@@ -90,7 +90,7 @@ rule tokenize_file:
     shell:
         "python src/scripts/tokenize_file.py --data {input.data} --sources {input.sources}"
         " --tokenizer {input.tokenizer} --manifest {input.manifest} --split {wildcards.split}"
-        " --index {wildcards.index} --threads {threads} --store {params.store} --output {output} > {log} 2>&1"
+        " --index {wildcards.index} --threads {threads} --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule token_cache:
@@ -111,7 +111,7 @@ rule token_cache:
         "Join the shards into the token cache {wildcards.tokenizer}"
     shell:
         "python src/scripts/make_token_cache.py --tokenizer-manifest {input.manifest}"
-        " --store {params.store} --output {output} {input.shards} > {log} 2>&1"
+        " --store {params.store:q} --output {output} {input.shards} > {log} 2>&1"
 
 
 rule verify_data:
@@ -129,7 +129,7 @@ rule verify_data:
         "Check every file and shard against its checksum"
     shell:
         "python src/scripts/verify_data.py --sources {input.sources}"
-        " --store {params.store} {input.caches} 2>&1 | tee {log}"
+        " --store {params.store:q} {input.caches} 2>&1 | tee {log}"
 
 
 rule resolve_recipe:
@@ -152,4 +152,4 @@ rule resolve_recipe:
         "Resolve the recipe of {wildcards.preset}: model, data, precision of this device"
     shell:
         "python src/scripts/resolve_recipe.py --recipe {params.recipe:q} --device {params.device}"
-        " --cache {input.cache} --store {params.store} --output {output} > {log} 2>&1"
+        " --cache {input.cache} --store {params.store:q} --output {output} > {log} 2>&1"

@@ -78,7 +78,7 @@ rule train_arm:
         "Train {wildcards.preset} in arm {wildcards.arm}, seed {wildcards.seed}, repeat {wildcards.repeat}"
     shell:
         "python src/scripts/train.py --recipe {input.recipe} --execution {input.execution} --cache {input.cache}"
-        " --repeat {wildcards.repeat} --checkpoint-minutes {params.checkpoint} --store {params.store}"
+        " --repeat {wildcards.repeat} --checkpoint-minutes {params.checkpoint} --store {params.store:q}"
         " --output {params.folder} > {log} 2>&1"
 
 

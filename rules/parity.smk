@@ -26,7 +26,7 @@ rule check_parity:
         "Check parity of {wildcards.preset} with {wildcards.state} weights"
     shell:
         "python src/scripts/check_parity.py --recipe {input.recipe} --execution {input.execution} {params.weights}"
-        " --parity {input.parity} --cache {input.cache} --store {params.store} --output {output} > {log} 2>&1"
+        " --parity {input.parity} --cache {input.cache} --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule check_derivatives:

@@ -27,7 +27,7 @@ rule compare_peers:
     shell:
         "python src/scripts/compare_peers.py --recipe {input.recipe} --default {input.default}"
         " --recommended {input.recommended} --protocol {input.protocol} --parity {input.parity}"
-        " --blocks {params.blocks} --cache {input.cache} --store {params.store} --output {output} > {log} 2>&1"
+        " --blocks {params.blocks} --cache {input.cache} --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule export_model:

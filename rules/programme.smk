@@ -29,7 +29,7 @@ rule measure_row:
     shell:
         "python src/scripts/benchmark.py --recipe {input.recipe} --execution {input.execution}"
         " --set {params.settings:q} {params.options} --protocol {input.protocol} --cache {input.cache}"
-        " --store {params.store} --telemetry {output.telemetry} --output {output.record} > {log} 2>&1"
+        " --store {params.store:q} --telemetry {output.telemetry} --output {output.record} > {log} 2>&1"
 
 
 rule compare_pair:
@@ -60,7 +60,7 @@ rule compare_pair:
     shell:
         "python src/scripts/compare.py --a {input.execution} --set-a {params.a:q}"
         " --b {input.execution} --set-b {params.b:q} --recipe {input.recipe}"
-        " --protocol {input.protocol} --blocks {params.blocks} --cache {input.cache} --store {params.store}"
+        " --protocol {input.protocol} --blocks {params.blocks} --cache {input.cache} --store {params.store:q}"
         " --output {output} > {log} 2>&1"
 
 

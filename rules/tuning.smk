@@ -79,7 +79,7 @@ rule compare_stage:
     shell:
         "python src/scripts/compare.py --finalists {input.pair} --recipe {input.recipe}"
         " --protocol {input.protocol} --blocks {params.blocks} --cache {input.cache}"
-        " --store {params.store} --output {output} > {log} 2>&1"
+        " --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule measure_candidate:
@@ -107,7 +107,7 @@ rule measure_candidate:
         "Measure candidate {wildcards.slot} of stage {wildcards.stage} for {wildcards.preset}"
     shell:
         "python src/scripts/benchmark.py --plan {input.plan} --slot {wildcards.slot} --recipe {input.recipe}"
-        " --protocol {input.protocol} --cache {input.cache} --store {params.store}"
+        " --protocol {input.protocol} --cache {input.cache} --store {params.store:q}"
         " --telemetry {output.telemetry} --output {output.record} > {log} 2>&1"
 
 
@@ -163,7 +163,7 @@ rule confirm_finalist:
     shell:
         "python src/scripts/compare.py --finalists {input.finalists} --recipe {input.recipe}"
         " --protocol {input.protocol} --blocks {params.blocks} --cache {input.cache}"
-        " --store {params.store} --output {output} > {log} 2>&1"
+        " --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule check_finalists:
@@ -190,7 +190,7 @@ rule check_finalists:
         "Check that the finalists of {wildcards.preset} still compute the reference"
     shell:
         "python src/scripts/check_finalists.py --finalists {input.finalists} --recipe {input.recipe}"
-        " --parity {input.parity} --cache {input.cache} --store {params.store} --output {output} > {log} 2>&1"
+        " --parity {input.parity} --cache {input.cache} --store {params.store:q} --output {output} > {log} 2>&1"
 
 
 rule recommend:

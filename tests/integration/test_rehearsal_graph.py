@@ -10,10 +10,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def dry_run(target, *configfiles):
-    """Output of a dry-run of a target in an experiment that has no results yet."""
+def dry_run(target, *configfiles, changes=()):
+    """Output of a dry-run of a target in an experiment that has no results yet, with `changes` to the config."""
     configs = ["--configfile", *(f"config/{name}.yaml" for name in configfiles)] if configfiles else []
-    command = [sys.executable, "-m", "snakemake", "-n", *configs, "--config", "experiment=never-run", "--", target]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "-n",
+        *configs,
+        "--config",
+        "experiment=never-run",
+        *changes,
+        "--",
+        target,
+    ]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     return answer.returncode, answer.stdout + answer.stderr
 
@@ -52,3 +63,23 @@ def test_a_target_without_rows_names_the_config_to_use():
     code, text = dry_run("ladder")
     assert code != 0
     assert "this config has no row or pair of ladder; use --configfile config/gh200.yaml" in text
+
+
+def test_numbers_on_the_command_line_reach_groups_and_lists():
+    code, text = dry_run("tuning", changes=["tuning={microbatches: [8], compile: [false]}"])
+    assert code == 0, text[-2000:]
+    assert len(re.findall(r"Measure candidate \d of stage grid", text)) == 2  # with the default's own microbatch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("matched={arms: {original: {set: {microbach: 2}}}}", "matched.arms.original.set.microbach: unknown key"),
+        ("matched={arms: {recommended: {set: {microbatch: 7}}}}", "matched.arms.recommended: execution.microbatch: 7"),
+        ("matched={arms: {recommended: {set: {seed: 7}}}}", "set.seed: belongs to the recipe"),
+    ],
+)
+def test_an_arm_that_cannot_run_is_refused_before_anything_is_tuned(change, message):
+    code, text = dry_run("all", changes=[change])
+    assert code != 0
+    assert message in text

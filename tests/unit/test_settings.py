@@ -6,7 +6,7 @@ import yaml
 
 from speedproof.core.errors import UserError
 from speedproof.settings import describe
-from speedproof.settings.experiment import Experiment, changed, load_preset, read_execution, recipe_for
+from speedproof.settings.experiment import Experiment, changed, load_preset, read_execution, recipe_for, typed
 from speedproof.settings.recipe import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +53,12 @@ def put(config, dotted, value):
         ("experiment", "../outside", r"experiment: found '../outside'"),
         ("presets", [], r"presets: found \[\]"),
         ("matched.presets", ["90m"], r"matched\.presets names '90m'"),
+        ("presets", ["nano", "nano"], r"^presets names 'nano' twice"),
+        ("presets", ["nano", "my model"], r"^presets: 'my model' becomes a file's name"),
+        ("presets", ["nano", "../nano"], r"^presets: '\.\./nano' becomes a file's name"),
+        ("matched.seeds", [42, 42], r"^matched\.seeds names 42 twice"),
+        ("matched.arms.original arm", {"base": "default"}, r"^matched\.arms: 'original arm' becomes a file's name"),
+        ("store", "", r"store: found ''"),
         ("matched.reference", "first", r"matched: reference 'first' is no arm"),
         ("parity.arm", "first", r"parity\.arm 'first' is no arm"),
         ("slurm.measure_minutes", 1, r"slurm\.measure_minutes .* protocol\.deadline_s"),
@@ -64,6 +70,13 @@ def test_a_wrong_key_or_value_is_one_sentence_that_names_it(config, key, value, 
     with pytest.raises(UserError, match=message) as caught:
         Experiment.parse(config)
     assert "\n" not in str(caught.value)
+
+
+def test_what_the_command_line_leaves_as_text_inside_a_group_gets_its_type():
+    # Snakemake reads `--config 'recipe={lr: 0.1, seed: 3}'` without types, and its jobs are given the same text again.
+    given = {"recipe": {"lr": "0.1", "seed": "3"}, "presets": ["20m", "1e3x"], "experiment": "mine", "n": 4}
+    assert typed(given) == {"recipe": {"lr": 0.1, "seed": 3}, "presets": ["20m", "1e3x"], "experiment": "mine", "n": 4}
+    assert typed({"a": ["false", "null", "", "a: b", "[1]", "{"]}) == {"a": [False, None, "", "a: b", "[1]", "{"]}
 
 
 @pytest.mark.parametrize("value", [None, "text", 3])

@@ -1,9 +1,12 @@
 """Experiment: the whole config, as `config/default.yaml` names it, and how presets and arms become settings."""
 
+import contextlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from speedproof.core import files
@@ -105,7 +108,7 @@ class Arm(Strict):
 class Matched(Strict):
     """Which runs are trained over the whole budget and compared."""
 
-    presets: list[str]
+    presets: list[str] = Field(description="those of `presets` that are trained")
     seeds: list[NonNegativeInt] = Field(min_length=1)
     repeats: PositiveInt = Field(description="identical runs of each arm and seed; two or more give the spread")
     checkpoint_minutes: float = Field(gt=0, description="interval of the resumable state")
@@ -155,8 +158,8 @@ class Experiment(Strict):
     """The whole config."""
 
     experiment: str = Field(pattern=NAME, description="name of the results folder")
-    store: str = Field(description="folder of the content-addressed store; experiments may share one")
-    presets: list[str] = Field(min_length=1)
+    store: str = Field(min_length=1, description="folder of the content-addressed store; experiments may share one")
+    presets: list[str] = Field(min_length=1, description="models to try, by their names in config/presets")
     execution: Execution
     data: Data
     tokenizer: Tokenizer
@@ -170,15 +173,26 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _names_agree(self) -> "Experiment":
+        lists = {"presets": self.presets, "matched.presets": self.matched.presets, "matched.seeds": self.matched.seeds}
+        for key, values in lists.items():
+            if twice := [value for value in values if values.count(value) > 1]:
+                # One run counted twice would pass for a repeat without any spread.
+                raise ValueError(f"{key} names {twice[0]!r} twice; name each once")
+        becoming_paths = {
+            "presets": self.presets,
+            "matched.arms": self.matched.arms,
+            "programme": (*self.programme.rows, *self.programme.pairs),
+        }
+        for key, names in becoming_paths.items():
+            for name in names:
+                if not re.fullmatch(NAME, name):
+                    raise ValueError(f"{key}: {name!r} becomes a file's name; use letters, digits, '.', '_' and '-'")
         for preset in self.matched.presets:
             if preset not in self.presets:
                 raise ValueError(f"matched.presets names {preset!r}, which presets does not list; add it there")
         for key, preset in self.programme.presets().items():
             if preset not in self.presets:
                 raise ValueError(f"{key} names {preset!r}, which presets does not list; add it there")
-        for name in (*self.programme.rows, *self.programme.pairs):
-            if not re.match(NAME, name):
-                raise ValueError(f"programme: {name!r} becomes a file's name; use letters, digits, '.', '_' and '-'")
         if self.parity.arm not in self.matched.arms:
             raise ValueError(f"parity.arm {self.parity.arm!r} is no arm of matched.arms; choose one of them")
         if self.slurm.measure_minutes * 60 <= self.protocol.deadline_s:
@@ -187,6 +201,19 @@ class Experiment(Strict):
                 f"({self.protocol.deadline_s}), so a slow candidate would be killed before it is recorded; raise it"
             )
         return self
+
+
+def typed(value: Any) -> Any:
+    """What `snakemake --config` gave, with the numbers, booleans and nulls that it leaves as text inside a group."""
+    if isinstance(value, Mapping):
+        return {key: typed(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [typed(entry) for entry in value]
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            read = yaml.safe_load(value)
+            return read if value and (read is None or isinstance(read, bool | int | float)) else value
+    return value
 
 
 def load_preset(name: str, config: Experiment, folder: Path) -> tuple[ModelShape, RecipeSettings]:

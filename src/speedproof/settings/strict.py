@@ -54,6 +54,8 @@ def _sentence(model: type[BaseModel], error: ValidationError, where: str) -> str
         return f"{key}: unknown key; {advice}"
     if kind == "missing":
         return f"{key}: this key is required and missing; add it"
+    if kind == "value_error" and not location and not where:
+        return str(first["ctx"]["error"])
     if kind == "value_error":
         return f"{key}: {first['ctx']['error']}"
     found = first["input"]
