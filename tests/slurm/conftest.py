@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from places import HERE, Graph, Stubs, clean_environment
 
 
 class Cluster:
     """The running test cluster. `env` is what a command needs to reach it."""
 
     def __init__(self, folder: Path) -> None:
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        self.env = clean_environment()
         self.env["SLURM_CONF"] = str(folder / "etc/slurm.conf")
         self.env["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
 
@@ -73,3 +72,28 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(Path(conf).parents[1])
     yield cluster
     cluster.run("scancel", "--state=PENDING,RUNNING", check=False)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory) -> Path:
+    """A store that holds the token cache of tiny.yaml, so that each test begins with measurements.
+
+    Two experiments make it at the same time, and have to agree.
+    """
+    folder = tmp_path_factory.mktemp("prepared")
+    graphs = []
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        graphs.append(Graph(folder / name, clean_environment(), folder / "store"))
+    running = [graph.start("--cores", "1", "--", "data") for graph in graphs]
+    ends = [process.wait(300) for process in running]
+    assert ends == [0, 0], [graph.log() for graph in graphs]
+    manifests = [(graph.results / "data/bpe-2048/token_cache.json").read_bytes() for graph in graphs]
+    assert manifests[0] == manifests[1]
+    assert len(list((folder / "store/shards").glob("*/*/tokens.bin"))) == 3
+    return folder / "store"

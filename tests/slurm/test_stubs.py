@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from places import Stubs
 
-STUBS = Path(__file__).parent / "stubs"
 # The first look comes when short jobs are over: after a look that finds nothing new the executor adds ten seconds.
 SNAKEMAKE = ["snakemake", "--executor", "slurm", "--jobs", "8", "--latency-wait", "2", "--slurm-keep-successful-logs"]
 SNAKEMAKE += ["--slurm-init-seconds-before-status-checks", "1", "--seconds-between-status-checks", "1"]
-
-
-class Stubs:
-    """The stub commands, with their log and jobs in one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder / "stub.jsonl"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STUB_SLURM_"))}
-        self.env = clean | {"STUB_SLURM_LOG": str(self.log), "PATH": f"{STUBS}:{os.environ['PATH']}"}
-
-    def run(self, *command: str, **settings: object) -> subprocess.CompletedProcess[str]:
-        """Run a command in the folder; `settings` become STUB_SLURM_ variables, in JSON."""
-        env = self.env | {f"STUB_SLURM_{name}": json.dumps(value) for name, value in settings.items()}
-        return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=300)
-
-    def calls(self, command: str) -> list[list[str]]:
-        """The arguments of each call of a command so far."""
-        lines = map(json.loads, self.log.read_text().splitlines())
-        return [line["argv"] for line in lines if line["command"] == command]
-
-    def state(self, job: str) -> str:
-        return self.run("sacct", "-X", "-n", "-j", job, "--format=JobIdRaw,State").stdout.strip().partition("|")[2]
-
-    def wait(self, job: str, wanted: Callable[[str], bool]) -> str:
-        end = time.monotonic() + 30
-        while not wanted(state := self.state(job)):
-            assert time.monotonic() < end, f"job {job}: still {state}"
-            time.sleep(0.1)
-        return state
-
-
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
 
 
 def over(state: str) -> bool:

@@ -13,6 +13,7 @@ STUB_SLURM_ENDS     how jobs end, by comment (Snakemake's `rule_<name>_wildcards
                       STATE@SECONDS    the script runs that long, then gets TERM and a second later KILL (OUT_OF_MEMORY
                                        and NODE_FAIL: KILL at once)
                       PREEMPTED@S      the same, then the script is run again with SLURM_RESTART_COUNT=1
+                      EARLY            told as COMPLETED while the script still runs, as where files are seen late
 STUB_SLURM_REFUSE   the first so many submissions fail: 2
 STUB_SLURM_AWAY     the first so many calls of sacct fail, and of squeue: 3; or those after the third up to the
                     tenth: [3, 10]
@@ -163,10 +164,13 @@ def run(job: dict) -> None:
     state, _, seconds = job["end"].partition("@")
     started = time.monotonic()
     job |= {"State": "RUNNING", "start": datetime.now().isoformat(timespec="seconds")}
-    if state and not seconds:
+    if state == "EARLY":
+        save(job | {"State": "COMPLETED"})
+    elif state and not seconds:
         job |= {"State": state, "ExitCode": "1:0"}
         return save(job)
-    save(job)
+    else:
+        save(job)
     code = None
     with (Path(job["folder"]) / job["output"]).open("ab") as out:
         script = subprocess.Popen(
