@@ -95,7 +95,7 @@ def _choose(
     if execution is not None:
         settings = files.parse_yaml(changes, "set")
         return (output if settings else execution).stem, changed(read_execution(execution), settings, "set"), ""
-    slots = files.read_json(plan)["slots"]
+    slots = files.read_json(plan, "slots")["slots"]
     if slot is None or slot >= len(slots):
         raise UserError(f"slot: found {slot}; {plan} has the places 0 to {len(slots) - 1}")
     entry: dict[str, Any] = slots[slot]

@@ -37,7 +37,7 @@ def main(
     ratio shows the noise of the node.
     """
     if finalists is not None and a is None and b is None:
-        named = files.read_json(finalists)
+        named = files.read_json(finalists, "default", "recommended")
         incumbent = Execution.parse(named["default"], f"{finalists}: default")
         challenger = Execution.parse(named["recommended"], f"{finalists}: recommended")
     elif a is not None and b is not None and finalists is None:

@@ -17,7 +17,7 @@ def main(
     results: Annotated[list[Path], typer.Argument(help="result.json of each run, in its folder as trained")],
 ) -> None:
     """Compare every arm with the reference; refuses runs of different recipes."""
-    found = compare([read_run(path) for path in results], files.read_json(arms), reference)
+    found = compare([read_run(path) for path in results], files.read_json(arms, "arms"), reference)
     files.write_json(output, found)
     for name, arm in found["arms"].items():
         ratios = ", ".join(

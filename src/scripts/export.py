@@ -19,7 +19,7 @@ def main(
     output: Annotated[Path, typer.Option(help="folder to write")],
 ) -> None:
     """Write a trained model as a folder that transformers loads without any code of this project."""
-    export(read_recipe(recipe), weights, tokenizer, files.read_json(manifest), output)
+    export(read_recipe(recipe), weights, tokenizer, files.read_json(manifest, "end_of_document"), output)
     print(
         f"{output}: load it with transformers' AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained"
     )

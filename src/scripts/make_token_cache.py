@@ -19,7 +19,10 @@ def main(
     """Join the shards of both splits into a token cache."""
     from speedproof.data.token_cache import TokenCache, gather
 
-    value = gather([files.read_json(path) for path in shards], files.read_json(tokenizer_manifest))
+    value = gather(
+        [files.read_json(path, "split", "tokens", "sha256") for path in shards],
+        files.read_json(tokenizer_manifest, "sha256", "vocab_size"),
+    )
     cache = TokenCache(value, Store(store))
     files.write_json(output, value)
     print(

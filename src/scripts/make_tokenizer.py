@@ -25,7 +25,7 @@ def main(
 
     tokenizers.use_threads(threads)
     settings = Tokenizer.parse(files.read_yaml(tokenizer), "tokenizer")
-    path, value = tokenizers.make(settings, vocab, files.read_json(sources), Store(store))
+    path, value = tokenizers.make(settings, vocab, files.read_json(sources, "source", "files"), Store(store))
     files.place(path, output)
     files.write_json(manifest, value)
     end = value["end_of_document"]

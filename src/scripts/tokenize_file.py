@@ -29,7 +29,13 @@ def main(
     use_threads(threads)
     order_seed = Data.parse(files.read_yaml(data), "data").order_seed
     value = make_shard(
-        files.read_json(sources), split, index, tokenizer, files.read_json(manifest), order_seed, Store(store)
+        files.read_json(sources, "source", "files"),
+        split,
+        index,
+        tokenizer,
+        files.read_json(manifest, "sha256", "vocab_size", "end_of_document"),
+        order_seed,
+        Store(store),
     )
     files.write_json(output, value)
     print(f"{split} {index}: {value['documents']:,} documents, {value['tokens']:,} tokens")

@@ -9,15 +9,17 @@ from typing import Annotated
 import typer
 
 from speedproof.core import files
-from speedproof.core.errors import run
+from speedproof.core.errors import UserError, run
 from speedproof.core.identity import source_digest
-from speedproof.core.store import IDENTITY, Store
+from speedproof.core.store import Store
 from speedproof.measure.compiler_cache import compiler_cache, is_warm
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
 from speedproof.settings.experiment import read_execution, read_recipe
 
 KIND = "runs"
+OUTPUTS = ("recipe.yaml", "execution.yaml", "metrics.jsonl", "weights.safetensors", "result.json")
+"""What a run leaves; the result comes last."""
 
 
 def main(
@@ -82,24 +84,27 @@ def main(
 
                 if deterministic:
                     update.deterministic()
+                tokens = TokenCache.open(cache, place)
                 training = session.Session(
                     wanted,
                     chosen,
-                    TokenCache.open(cache, place),
+                    tokens,
                     identity,
                     scratch,
                     checkpoint_interval_s=60 * checkpoint_minutes,
                     stop=stopping.Stop(end_time or stopping.job_end_time(os.environ)),
                     waited_s=waited,
                 )
+                tokens.verify()  # the run is kept under the identity of these data, so it has to be these
                 training.run()
                 with place.publish(KIND, identity) as folder:
                     training.write(folder, machine)
                 shutil.rmtree(scratch, ignore_errors=True)
     entry = place.path(KIND, identity)
-    for path in sorted(entry.iterdir()):
-        if path.name != IDENTITY:
-            files.place(path, output / path.name)
+    for name in OUTPUTS:
+        if not (entry / name).is_file():
+            raise UserError(f"{entry}: this run lost its {name}; delete the folder and train again")
+        files.place(entry / name, output / name)
     result = files.read_json(output / "result.json")
     print(
         f"{output}: {how}; {result['targets']:,} targets, loss {result['full_validation_loss']:.4f}, "

@@ -20,7 +20,7 @@ def main(
     from speedproof.data.token_cache import TokenCache
 
     place = Store(store)
-    checked = corpus.verify(files.read_json(sources), place)
+    checked = corpus.verify(files.read_json(sources, "source", "files"), place)
     shards = sum(TokenCache.open(path, place).verify() for path in caches)
     print(f"all as written: {checked} files, {shards} shards")
 

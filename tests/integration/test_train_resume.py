@@ -171,6 +171,28 @@ def test_a_finished_run_comes_from_the_store(bench, whole):
     assert len(list(whole.iterdir())) == 5
 
 
+def test_a_stored_run_that_lost_a_file_is_named(bench, whole):
+    (entry,) = {
+        p.parent for p in (bench / "store" / "runs").glob("*/*/result.json") if files.read_json(p)["repeat"] == 0
+    }
+    (entry / "weights.safetensors").rename(entry / "elsewhere")
+    code, said = finish(start(bench, 0))
+    (entry / "elsewhere").rename(entry / "weights.safetensors")
+    assert code == EXIT_USER
+    assert f"error: {entry}: this run lost its weights.safetensors; delete the folder" in said
+
+
+def test_one_flipped_byte_of_the_data_stops_the_run_before_it_trains(bench, whole):
+    shard = max((bench / "store" / "shards").glob("*/*/tokens.bin"), key=lambda p: p.stat().st_size)
+    kept = shard.read_bytes()
+    shard.write_bytes(kept[:100] + bytes([kept[100] ^ 1]) + kept[101:])
+    code, said = finish(start(bench, 4))
+    shard.write_bytes(kept)
+    assert code == EXIT_USER
+    assert f"error: {shard}: this shard (train, file 0) does not hold what was written" in said
+    assert not (bench / "run4").exists()
+
+
 def test_a_budget_that_is_too_large_is_one_sentence(bench):
     recipe = files.read_yaml(bench / "recipe.yaml") | {"budget_targets": 10**6}
     files.write_yaml(bench / "large.yaml", recipe)

@@ -79,6 +79,7 @@ def test_any_folder_name(tmp_path, folder):
         (b'{"text": 5}', "line 3 has 5 as its text and not a string"),
         (b'{"text": null}', "line 3 has null as its text"),
         (b'{"text": "\xff"}', "line 3 is not UTF-8"),
+        (b'{"text": "ok", "n": ' + b"9" * 5000 + b"}", "line 3 cannot be read .*digits"),
         (b'{"text": "\\ud800"}', "line 3 holds half a surrogate pair"),
     ],
 )

@@ -95,3 +95,10 @@ def test_lock_is_held_against_others_and_freed_by_death(tmp_path):
 def test_json_is_plain_json(tmp_path):
     files.write_json(tmp_path / "a", {"rate": 1.25})
     assert json.loads((tmp_path / "a").read_text()) == {"rate": 1.25}
+
+
+@pytest.mark.parametrize("value", [{}, [], "text", None, {"slot": 1}])
+def test_json_of_another_kind_names_what_it_lacks(tmp_path, value):
+    files.write_json(tmp_path / "a.json", value)
+    with pytest.raises(UserError, match=r"a\.json: holds no 'slots'"):
+        files.read_json(tmp_path / "a.json", "slots")

@@ -204,6 +204,8 @@ def test_subset_is_fixed_whole_and_sorted():
 def test_subset_larger_than_the_split_names_the_key():
     with pytest.raises(UserError, match=r"recipe\.subset_blocks: 64 is more than the 34 "):
         subset_blocks(Counted(35 * 8), recipe(35, subset_blocks=64))
+    with pytest.raises(UserError, match=r"data\.validation_files: .* 3 targets do not fill"):
+        subset_blocks(Counted(4), recipe(35, subset_blocks=1))
 
 
 def test_to_device_shifts_and_ignores_the_padding():

@@ -45,6 +45,7 @@ def put(config, dotted, value):
         ("execution.microbatch", 0, r"execution\.microbatch: found 0; .*greater than 0"),
         ("execution.microbatch", True, r"execution\.microbatch: found True; .*integer"),
         ("execution.sdpa_backend", "flsh", r"execution\.sdpa_backend: found 'flsh'; input should be 'auto', 'flash'"),
+        ("execution.cpu_threads", 100_000, r"execution\.cpu_threads: found 100000; .*less than or equal to 1024"),
         ("recipe.lr", "1e-3", r"recipe\.lr: found '1e-3'; .*1\.0e-3"),
         ("recipe.lr", float("nan"), r"recipe\.lr: found nan"),
         ("recipe.lr", float("inf"), r"recipe\.lr: found inf"),

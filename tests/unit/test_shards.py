@@ -128,11 +128,26 @@ def test_a_file_without_text_is_named(tmp_path):
         place.make()
 
 
+def test_a_file_that_changed_since_it_was_listed_is_refused(place):
+    # The store keeps a shard under the checksum that the list gives; other tokens under it would never be found out.
+    path = place.folder / "en" / "c4-train.00000-of-00002.json.gz"
+    with gzip.open(path, "wt") as stream:
+        stream.write(json.dumps({"text": "another text"}) + "\n")
+    for step in (place.make, lambda: sources.verify(place.manifest, place.store)):
+        with pytest.raises(UserError, match=r"c4-train\.00000.*does not hold what was fetched.*-R fetch_data"):
+            step()
+    assert not _left(place.store)
+    path.unlink()
+    with pytest.raises(UserError, match=r"c4-train\.00000.*no such file; copy it again"):
+        place.make()
+
+
 def test_bad_line_leaves_nothing(tmp_path):
     place = Place(tmp_path, [["one"]], ["v"])
     path = sources.locate(place.manifest["files"][0], place.manifest, place.store)
     with gzip.open(path, "ab") as stream:
         stream.write(b"{broken\n")
+    place.manifest = sources.find(place.data, None, place.store)
     with pytest.raises(UserError, match="line 2 is no JSON object"):
         place.make()
     assert _left(place.store) == []
@@ -164,7 +179,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert len(place.texts(place.make())) == 200
 
 
-def test_killed_in_the_middle_then_run_again(tmp_path):
+def test_killed_in_the_middle_then_run_again(tmp_path, monkeypatch):
     place = Place(tmp_path, [["some words of text " * 20] * 150_000], ["v"])
     running = subprocess.Popen(
         place.command("out.json"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -181,6 +196,7 @@ def test_killed_in_the_middle_then_run_again(tmp_path):
     path = sources.locate(place.manifest["files"][0], place.manifest, place.store)
     with gzip.open(path, "wt") as stream:  # what matters is clearing up: go on with a shorter file
         stream.write('{"text": "one"}\n')
+    monkeypatch.setattr(sources, "checked", sources.locate)  # which would find out
     row = place.make()
     assert row["documents"] == 1
     assert _left(place.store) == [place.store.path("shards", row["identity"]).name]

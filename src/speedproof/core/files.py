@@ -55,14 +55,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises UserError naming the file when it is missing or malformed."""
+def read_json(path: Path, *keys: str) -> Any:
+    """Read a JSON file. Raises UserError naming the file when it is missing or malformed, or lacks one of `keys`."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the rule that makes it first") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: is not valid JSON ({error}); delete it and run its rule again") from None
+    if missing := [key for key in keys if not isinstance(value, dict) or key not in value]:
+        raise UserError(f"{path}: holds no {missing[0]!r}; give the file that is meant, or run its rule again")
+    return value
 
 
 def write_yaml(path: Path, value: Any) -> None:

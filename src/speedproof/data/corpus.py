@@ -64,6 +64,8 @@ def text_of(line: str, path: Path, number: int) -> str:
         document = json.loads(line)
     except json.JSONDecodeError as error:
         raise _line_error(path, number, f"is no JSON object ({error.msg} at character {error.pos})") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise _line_error(path, number, f"cannot be read ({str(error).partition(';')[0]})") from None
     except RecursionError:
         raise _line_error(path, number, "is nested too deeply to be read") from None
     if not isinstance(document, dict):

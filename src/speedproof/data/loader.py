@@ -194,6 +194,11 @@ def subset_blocks(tokens: Tokens, recipe: Recipe) -> np.ndarray:
     Raises: UserError naming recipe.subset_blocks when the split holds fewer.
     """
     whole = validation_targets(tokens) // recipe.model.context_length
+    if not whole:
+        raise UserError(
+            f"data.validation_files: the validation data's {validation_targets(tokens)} targets do not fill a single "
+            f"block of {recipe.model.context_length}; raise it, or use files with more text"
+        )
     if recipe.subset_blocks > whole:
         raise UserError(
             f"recipe.subset_blocks: {recipe.subset_blocks} is more than the {whole} whole blocks of the validation "

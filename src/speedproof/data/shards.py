@@ -60,7 +60,7 @@ def make_shard(
     if store.find(KIND, identity) is None:
         with store.lock(KIND, identity):
             if store.find(KIND, identity) is None:
-                path = sources.locate(row, manifest, store)
+                path = sources.checked(row, manifest, store)
                 _clear_unfinished(store.path(KIND, identity))
                 with store.publish(KIND, identity) as folder:
                     facts = _write(path, tokenizer, tokenizer_manifest, identity["order"], folder)

@@ -110,12 +110,34 @@ def row_of(manifest: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 def locate(row: dict[str, Any], manifest: dict[str, Any], store: Store) -> Path:
     """Where the file of a manifest's row lies. Raises UserError naming it when it is missing."""
-    if row["store"] is None:
-        path = Path(manifest["directory"], row["name"])
-    else:
-        path = store.path(row["store"]["kind"], row["store"]["identity"]) / row["name"]
+    path = _folder(row, manifest, store) / row["name"]
     if not path.is_file():
-        raise UserError(f"{path}: no such file; run `snakemake fetch_data` again")
+        raise UserError(f"{path}: no such file; {_mending(row, manifest, store)}")
+    return path
+
+
+def _folder(row: dict[str, Any], manifest: dict[str, Any], store: Store) -> Path:
+    place = row["store"]
+    return Path(manifest["directory"]) if place is None else store.path(place["kind"], place["identity"])
+
+
+def _mending(row: dict[str, Any], manifest: dict[str, Any], store: Store) -> str:
+    again = "run `snakemake fetch_data -R fetch_data`"
+    if row["store"] is None:
+        return f"copy it again, or {again} to take the folder as it is now"
+    return f"delete {_folder(row, manifest, store)} and {again}"
+
+
+def checked(row: dict[str, Any], manifest: dict[str, Any], store: Store) -> Path:
+    """Where the file of a manifest's row lies, once its size and SHA-256 are those of the row.
+
+    Raises: UserError naming it when it is missing or holds something else: what is made of it is kept under the row's
+    checksum, and would pass for what it is not.
+    """
+    path = locate(row, manifest, store)
+    if path.stat().st_size != row["bytes"] or files.sha256(path) != row["sha256"]:
+        found = f"does not hold what was fetched (SHA-256 {row['sha256'][:12]}…)"
+        raise UserError(f"{path}: {found}; {_mending(row, manifest, store)}")
     return path
 
 
@@ -124,11 +146,6 @@ def verify(manifest: dict[str, Any], store: Store) -> int:
     rows = manifest["files"] + ([manifest["tokenizer"]] if manifest["tokenizer"] else [])
     with Progress("verify corpus", sum(row["bytes"] for row in rows), "bytes") as progress:
         for row in rows:
-            path = locate(row, manifest, store)
-            if path.stat().st_size != row["bytes"] or files.sha256(path) != row["sha256"]:
-                raise UserError(
-                    f"{path}: does not hold what was fetched (SHA-256 {row['sha256'][:12]}…); "
-                    f"delete it and run `snakemake fetch_data` again"
-                )
+            checked(row, manifest, store)
             progress.update(progress.done + row["bytes"])
     return len(rows)

@@ -114,7 +114,7 @@ class TokenCache:
             if not path.is_file():
                 raise UserError(
                     f"{path}: this shard ({split}, file {row['index']}) is missing from the store; "
-                    f"run `snakemake data` again, or give the store that holds it"
+                    f"run `snakemake data -R tokenize_file`, or give the store that holds it"
                 )
             if path.stat().st_size != row["tokens"] * DTYPE.itemsize:
                 found = f"has {path.stat().st_size:,} bytes where {row['tokens'] * DTYPE.itemsize:,} were written"
@@ -158,4 +158,4 @@ def gather(shards: list[dict[str, Any]], tokenizer: dict[str, Any], **facts: Any
 
 
 def _damaged(path: Path, found: str) -> str:
-    return f"{path}: this shard {found}; delete its folder and run `snakemake data` again"
+    return f"{path}: this shard {found}; delete its folder and run `snakemake data -R tokenize_file`"

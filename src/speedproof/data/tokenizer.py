@@ -115,14 +115,14 @@ def _trained(settings: Tokenizer, vocab_size: int, manifest: dict[str, Any], sto
     if store.find(KIND, identity) is None:
         with store.lock(KIND, identity):
             if store.find(KIND, identity) is None:
-                paths = [sources.locate(row, manifest, store) for row in rows]
+                paths = (sources.checked(row, manifest, store) for row in rows)
                 tokenizer = train(_some_text(paths), vocab_size, end)
                 with store.publish(KIND, identity) as folder:
                     files.write_text(folder / hub.TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     return path
 
 
-def _some_text(paths: list[Path]) -> Iterator[str]:
+def _some_text(paths: Iterable[Path]) -> Iterator[str]:
     characters = 0
     for path in paths:
         for text in documents(path):

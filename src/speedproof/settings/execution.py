@@ -44,7 +44,7 @@ class Execution(Strict):
     compile: bool
     compile_mode: CompileMode = Field(description="torch.compile's mode; without effect when compile is false")
     sdpa_backend: SdpaBackend
-    cpu_threads: PositiveInt = Field(description="PyTorch's intra-op threads")
+    cpu_threads: int = Field(ge=1, le=1024, description="PyTorch's intra-op threads")
     allocator: Allocator = Field(
         description="tuned: freed memory is kept and used again, so that a CPU need not map and clear it anew"
     )
