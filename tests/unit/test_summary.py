@@ -335,3 +335,11 @@ def test_peers_have_a_table_once_they_were_measured(made, found, tmp_path):
     assert "## nano beside transformers 5.24.0" in text
     assert "| default | 1,500 | 1,000 | 1.500× | [1.400, 1.600] | faster | holds |" in text
     assert tables.frames(beside)["peers"].loc[0, "ratio"] == 1.5
+
+
+def test_arms_trained_on_other_nodes_than_the_reference_are_marked(found):
+    assert not any("across nodes" in line for line in tables.notes(found))
+    moved = copy.deepcopy(found)
+    moved["matched"]["nano"]["arms"]["recommended"]["hosts"] = ["node2"]
+    marked = [line for line in tables.notes(moved) if "across nodes" in line]
+    assert marked == ["nano, recommended: compared with the reference across nodes (node1, node2)."]

@@ -165,6 +165,7 @@ def _arm(runs: list[Run], reference: list[Run]) -> dict[str, Any]:
     }
     for key in ("training_update_s", "first_window_s", "training_phase_s", "full_validation_s"):
         found[key] = stdlib.median(r[key] for r in results)
+    found["hosts"] = _hosts(runs)
     for key in ("session_s", "process_s"):
         found[key] = None if resumed else stdlib.median(r[key] for r in results)
     first = next((run for run in runs if not run.result["resumed"]), runs[0])
@@ -205,6 +206,10 @@ def _speedups(runs: list[Run], reference: list[Run]) -> dict[str, Any]:
 
 def _machine(run: Run) -> dict[str, Any]:
     return run.result["environment"]["class"]
+
+
+def _hosts(runs: list[Run]) -> list[str]:
+    return sorted({(run.result["environment"].get("facts") or {}).get("hostname") or "unknown" for run in runs})
 
 
 def _spread(runs: list[Run]) -> float | None:

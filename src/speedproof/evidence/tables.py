@@ -55,6 +55,9 @@ def notes(summary: dict[str, Any]) -> list[str]:
             arm = matched["arms"][name]
             if name != matched["reference"]:
                 lines.append(f"{preset}, {name}: {arm['loss_statement']}.")
+            if arm["hosts"] != matched["arms"][matched["reference"]]["hosts"]:
+                nodes = ", ".join(sorted({*arm["hosts"], *matched["arms"][matched["reference"]]["hosts"]}))
+                lines.append(f"{preset}, {name}: compared with the reference across nodes ({nodes}).")
             if arm.get("reason"):
                 lines.append(f"{preset}, {name}: {arm['reason']}.")
     for preset, checks in summary["parity"].items():
