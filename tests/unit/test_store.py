@@ -3,6 +3,7 @@ import multiprocessing
 import pytest
 
 from speedproof.core import files
+from speedproof.core import store as store_module
 from speedproof.core.store import Store
 
 IDENTITY = {"kind": "run", "seed": 1}
@@ -43,6 +44,21 @@ def test_a_folder_without_identity_is_no_entry(tmp_path):
     with store.publish("runs", IDENTITY) as folder:
         (folder / "whole").write_text("x")
     assert store.find("runs", IDENTITY)
+
+
+def test_an_entry_that_is_dropped_is_gone_at_once(tmp_path, monkeypatch):
+    # A kill in the middle of the clearing up would leave an identity without what belongs to it.
+    store = Store(tmp_path)
+    with store.publish("runs", IDENTITY) as folder:
+        (folder / "x").write_text("old")
+    monkeypatch.setattr(store_module.shutil, "rmtree", lambda *args, **kwargs: None)
+    store.replace("runs", IDENTITY)
+    assert store.find("runs", IDENTITY) is None
+    monkeypatch.undo()
+    store.replace("runs", IDENTITY)
+    with store.publish("runs", IDENTITY) as folder:
+        (folder / "x").write_text("new")
+    assert (store.find("runs", IDENTITY) / "x").read_text() == "new"
 
 
 def _make(root, made):

@@ -66,8 +66,12 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def replace(self, kind: str, identity: dict[str, Any]) -> None:
-        """Drop an entry whose finding is to be made anew (a timeout, say)."""
-        shutil.rmtree(self.path(kind, identity), ignore_errors=True)
+        """Drop an entry whose finding is to be made anew (a timeout, say): at once, so that no part of it stays."""
+        entry = self.path(kind, identity)
+        if entry.exists():
+            folder = tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name[:12]}.", suffix=".partial")
+            os.rename(entry, folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def scratch(self, kind: str, identity: dict[str, Any]) -> Path:
         """A lasting folder for unfinished work on this entry (resume state), outside any rule's outputs."""

@@ -114,7 +114,7 @@ class TokenCache:
             if not path.is_file():
                 raise UserError(
                     f"{path}: this shard ({split}, file {row['index']}) is missing from the store; "
-                    f"run `snakemake data -R tokenize_file`, or give the store that holds it"
+                    f"delete its folder if it is there, and run `snakemake data -R tokenize_file`"
                 )
             if path.stat().st_size != row["tokens"] * DTYPE.itemsize:
                 found = f"has {path.stat().st_size:,} bytes where {row['tokens'] * DTYPE.itemsize:,} were written"
