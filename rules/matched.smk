@@ -79,7 +79,7 @@ rule train_arm:
     shell:
         "python src/scripts/train.py --recipe {input.recipe} --execution {input.execution} --cache {input.cache}"
         " --repeat {wildcards.repeat} --checkpoint-minutes {params.checkpoint} --store {params.store:q}"
-        " --output {params.folder} > {log} 2>&1"
+        " --record-compile-error --output {params.folder} > {log} 2>&1"
 
 
 rule compare_matched:

@@ -56,7 +56,7 @@ def main(
             files.write_text(telemetry, NO_READINGS)
         print(f"skipped: {empty}")
         return
-    measuring = files.read_yaml(protocol) if protocol else PUBLISHED_PROTOCOL
+    measuring = records.measuring_part(files.read_yaml(protocol) if protocol else PUBLISHED_PROTOCOL)
     if profile and not measuring["profile_updates"]:
         measuring = measuring | {"profile_updates": 3}
     place = Store(store)

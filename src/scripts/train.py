@@ -4,18 +4,20 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from speedproof.core import files
 from speedproof.core.errors import UserError, run
-from speedproof.core.identity import source_digest
+from speedproof.core.identity import digest, source_digest
 from speedproof.core.store import Store
 from speedproof.measure.compiler_cache import compiler_cache, is_warm
 from speedproof.measure.device_lock import device_lock
 from speedproof.measure.environment import environment
+from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import read_execution, read_recipe
+from speedproof.settings.recipe import Recipe
 
 KIND = "runs"
 OUTPUTS = ("recipe.yaml", "execution.yaml", "metrics.jsonl", "weights.safetensors", "result.json")
@@ -37,6 +39,9 @@ def main(
     repeat: Annotated[int, typer.Option(min=0, help="number of this run among identical ones")] = 0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="use deterministic kernels: a resumed run has bitwise equal weights")
+    ] = False,
+    record_compile_error: Annotated[
+        bool, typer.Option("--record-compile-error", help="write a result with that status and reason, and exit with 0")
     ] = False,
     end_time: Annotated[
         float | None,
@@ -81,6 +86,7 @@ def main(
                 scratch = place.scratch(KIND, identity)
                 from speedproof.data.token_cache import TokenCache
                 from speedproof.training import session, stopping, update
+                from speedproof.training.compile import CompileError
 
                 if deterministic:
                     update.deterministic()
@@ -96,7 +102,14 @@ def main(
                     waited_s=waited,
                 )
                 tokens.verify()  # the run is kept under the identity of these data, so it has to be these
-                training.run()
+                try:
+                    training.run()
+                except CompileError as error:
+                    if not record_compile_error:
+                        raise
+                    _write_failure(output, wanted, chosen, repeat, str(error), machine)
+                    print(f"{output}: compile_error: {error}")
+                    return
                 with place.publish(KIND, identity) as folder:
                     training.write(folder, machine)
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -111,6 +124,22 @@ def main(
         f"{result['median_targets_per_s']:,.0f} targets/s steady, session {result['session_s']:,.1f} s"
         + (" (resumed)" if result["resumed"] else "")
     )
+
+
+def _write_failure(
+    output: Path, recipe: Recipe, execution: Execution, repeat: int, reason: str, machine: dict[str, Any]
+) -> None:
+    """Fill `output` for a run that could not be compiled: a status and its reason, no metrics and no weights.
+
+    It never enters the store, so that the same command trains once there is a compiler.
+    """
+    files.write_yaml(output / "recipe.yaml", recipe.plain())
+    files.write_yaml(output / "execution.yaml", execution.plain())
+    for name in ("metrics.jsonl", "weights.safetensors"):
+        files.write_text(output / name, "")
+    result = {"status": "compile_error", "reason": reason, "recipe_digest": digest(recipe.plain())}
+    result |= {"execution": execution.plain(), "seed": recipe.seed, "repeat": repeat, "environment": machine}
+    files.write_json(output / "result.json", result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -102,3 +104,13 @@ def test_json_of_another_kind_names_what_it_lacks(tmp_path, value):
     files.write_json(tmp_path / "a.json", value)
     with pytest.raises(UserError, match=r"a\.json: holds no 'slots'"):
         files.read_json(tmp_path / "a.json", "slots")
+
+
+def test_a_script_names_the_file_that_could_not_be_written_and_what_to_do():
+    code = (
+        "import errno\nfrom speedproof.core.errors import run\n"
+        "def main():\n    raise OSError(errno.ENOSPC, 'x', '/read', None, '/written')\nrun(main)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: /written: No space left on device; make room and run it again\n"

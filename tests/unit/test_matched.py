@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from speedproof.core import files
 from speedproof.core.errors import UserError
 from speedproof.core.identity import digest
 from speedproof.evidence.arms import resolve_arms
@@ -282,3 +283,21 @@ def test_scripts_from_arms_to_comparison(tmp_path):
 def script(name, *arguments):
     command = [sys.executable, ROOT / "src/scripts" / name, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_an_arm_that_cannot_be_compiled_here_is_named_and_the_rest_is_compared(tmp_path):
+    arms = proved()
+    ok = [run("original", 3.0, 250_000, 450), run("recommended", 3.0, 1_600_000, 80)]
+    reason = "execution.compile: torch.compile failed with InvalidCxxCompiler"
+    failed = run("compiled_partial", 3.0, 1_600_000, 80)
+    execution, recipe = failed.result["execution"], failed.recipe
+    files.write_yaml(tmp_path / "compiled_partial-seed42-repeat0/recipe.yaml", recipe)
+    result = {"status": "compile_error", "reason": reason, "recipe_digest": digest(recipe), "execution": execution}
+    path = tmp_path / "compiled_partial-seed42-repeat0/result.json"
+    files.write_json(path, result)
+    found = compare([*ok, read_run(path)], arms, "original")
+    assert found["failed"] == {"compiled_partial": reason}
+    assert found["order"] == list(found["arms"]) == ["original", "recommended"]
+    assert {row["arm"] for row in found["runs"]} == {"original", "recommended"}
+    with pytest.raises(UserError, match=r"the reference did not train: execution\.compile"):
+        compare([*ok, read_run(path)], arms, "compiled_partial")

@@ -361,3 +361,9 @@ def test_utilisation_needs_the_exact_name_and_cannot_exceed_the_peak():
     assert utilisation.mfu(recipe, 1.0, None)["mfu_reason"] == "no peak is known for a CPU"
     with pytest.raises(utilisation.ImpossibleRate):
         utilisation.mfu(recipe, 8e6, "NVIDIA GH200 120GB")
+
+
+@pytest.mark.parametrize("protocol", [None, [1], "text"])
+def test_a_protocol_that_is_no_dictionary_is_one_sentence(protocol):
+    with pytest.raises(UserError, match=r"^protocol: found"):
+        records.measuring_part(protocol)

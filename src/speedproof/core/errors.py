@@ -1,5 +1,6 @@
 """The one kind of error a person is meant to read, and the door every script goes through."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,16 @@ class Preempted(Exception):
 
 EXIT_PREEMPTED = 75
 """Exit code of a script that saved its state and wants to be started again (EX_TEMPFAIL)."""
+
+
+MENDING = {
+    errno.ENOSPC: "; make room and run it again",
+    errno.EDQUOT: "; make room and run it again",
+    errno.EACCES: "; allow it, or choose another folder",
+    errno.EROFS: "; allow writing there, or choose another folder",
+    errno.ENOENT: "; check the path, or run the rule that makes it",
+}
+"""What to do about the commonest refusals of a file system."""
 
 
 def run(main: Callable[..., object]) -> None:
@@ -40,6 +51,8 @@ def run(main: Callable[..., object]) -> None:
         sys.exit(EXIT_PREEMPTED)
     except OSError as error:
         # A full disk, a missing file or a forbidden folder is the user's to mend, and a traceback hides it.
-        what = f"{error.filename}: " if error.filename else ""
-        print(f"error: {what}{os.strerror(error.errno) if error.errno else error}", file=sys.stderr)
+        place = error.filename2 or error.filename  # of a copy the second is the one that could not be written
+        what = f"{place}: " if place else ""
+        advice = MENDING.get(error.errno, "")
+        print(f"error: {what}{os.strerror(error.errno) if error.errno else error}{advice}", file=sys.stderr)
         sys.exit(EXIT_USER)

@@ -79,6 +79,8 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: recipe.yaml beside it is not the recipe of this result; train the run again")
     if recipe["seed"] != int(name["seed"]):
         raise UserError(f"{path}: its recipe has seed {recipe['seed']}, its folder says {name['seed']}; train it again")
+    if result["status"] != "ok":
+        return Run(name["arm"], recipe["seed"], int(name["repeat"]), result, recipe, 0)
     metrics = path.with_name("metrics.jsonl")
     try:
         with open(metrics, encoding="utf-8") as stream:
@@ -91,25 +93,34 @@ def read_run(path: Path) -> Run:
 def compare(runs: Sequence[Run], arms: dict[str, Any], reference: str) -> dict[str, Any]:
     """Every arm beside the reference arm; see `_arm` for the figures. `arms` is what `resolve_arms` gave.
 
+    An arm that could not be compiled here stands under `failed` with the reason, and nowhere else.
+
     Raises UserError naming the keys where runs had another recipe or execution than was proved.
     """
     if reference not in arms["arms"]:
         raise UserError(f"matched.reference: {reference!r} is no arm; choose one of {', '.join(arms['order'])}")
     for run in runs:
         _check(run, arms)
-    by_arm = {name: sorted((r for r in runs if r.arm == name), key=lambda r: r.key) for name in arms["order"]}
+    failed = {run.arm: run.result["reason"] for run in runs if run.result["status"] != "ok"}
+    if reference in failed:
+        raise UserError(f"matched.arms.{reference}: the reference did not train: {failed[reference]}")
+    runs = [run for run in runs if run.arm not in failed]
+    order = [name for name in arms["order"] if name not in failed]
+    by_arm = {name: sorted((r for r in runs if r.arm == name), key=lambda r: r.key) for name in order}
     for name, found in by_arm.items():
         if not found:
             raise UserError(f"matched.arms.{name}: no run of this arm was given; train it or take the arm out")
-    same = {name: [x for pair in arms["identical"] if name in pair for x in pair if x != name] for name in by_arm}
+    identical = [pair for pair in arms["identical"] if not failed.keys() & set(pair)]
+    same = {name: [x for pair in identical if name in pair for x in pair if x != name] for name in by_arm}
     budget = runs[0].result["targets"]
     return {
         "reference": reference,
         "recipe_digest": arms["recipe_digest"],
-        "order": arms["order"],
+        "order": order,
+        "failed": failed,
         "targets": budget,
         "differing": arms["differing"],
-        "identical": arms["identical"],
+        "identical": identical,
         "seeds": sorted({run.seed for run in runs}),
         "arms": {
             name: {"execution": arms["arms"][name]["execution"], "same_as": same[name]} | _arm(found, by_arm[reference])
@@ -129,7 +140,7 @@ def _check(run: Run, arms: dict[str, Any]) -> None:
     if found:
         what = "; ".join(f"{key} {theirs!r} where {mine!r} was proved" for key, (mine, theirs) in found.items())
         raise UserError(f"{where}: was trained with {what}; runs are compared only on one recipe, so train it again")
-    if run.result["status"] != "ok":
+    if run.result["status"] not in ("ok", "compile_error"):
         raise UserError(f"{where}: its status is {run.result['status']!r}; only finished runs are compared")
 
 

@@ -51,6 +51,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
         lines.append(f"{preset}: recommended is {recommended['name']}; {recommended['reason']}.")
     for preset, matched in summary["matched"].items():
         lines += [f"{preset}: arms {a} and {b} are the same execution." for a, b in matched.get("identical", [])]
+        lines += [f"{preset}, {name}: did not train; {reason}." for name, reason in matched.get("failed", {}).items()]
         for name in matched["order"]:
             arm = matched["arms"][name]
             if name != matched["reference"]:

@@ -108,7 +108,8 @@ def measuring_part(protocol: Protocol | dict[str, Any]) -> dict[str, Any]:
         return protocol.measuring()
     # The deciding part has no bearing here, but a whole protocol checks every key and type.
     decisions = {"stage_blocks": 0, "blocks": 3, "retention": 1.05, "no_regression": 0.98}
-    return Protocol.parse(decisions | protocol, "protocol").measuring()
+    whole = decisions | protocol if isinstance(protocol, dict) else protocol
+    return Protocol.parse(whole, "protocol").measuring()
 
 
 def identity_of(
