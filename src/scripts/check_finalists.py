@@ -21,7 +21,7 @@ def main(
 ) -> None:
     """Check parity of the tuner's finalists: from the fastest down until one holds, the recommended and the default."""
     settings = Parity.parse(files.read_yaml(parity), "parity")
-    ranking, wanted = files.read_json(finalists, "candidates", "recommended"), read_recipe(recipe)
+    ranking, wanted = files.read_json(finalists, "selected", "recommended", "default"), read_recipe(recipe)
 
     from speedproof.data.token_cache import TokenCache
     from speedproof.evidence.parity import check_finalists, describe

@@ -255,10 +255,12 @@ def test_it_imports_nothing_optional():
 
 
 SMALL = """
+import signal
 import sys
 from pathlib import Path
 from speedproof.evidence import gpu_check
 from speedproof.measure import device_lock
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 device_lock.FOLDER = Path(sys.argv[1]) / "locks"
 chosen = [int(number) for number in sys.argv[2].split(",")]
 gpu_check.Check.__init__.__defaults__ = (tuple(gpu_check.ROWS[n] for n in chosen),)
