@@ -63,7 +63,6 @@ rule train_arm:
         f"{LOGS}/{{preset}}/matched/{{arm}}-seed{{seed}}-repeat{{repeat}}.log",
     benchmark:
         f"{LOGS}/{{preset}}/matched/{{arm}}-seed{{seed}}-repeat{{repeat}}.benchmark.tsv"
-    retries: 3
     conda:
         "../envs/speedproof.yaml"
     threads: EXPERIMENT.slurm.cpus

@@ -6,14 +6,16 @@ touch a site's own SLURM, since some of them take a node down.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from places import HERE, Graph, Stubs, clean_environment
+from places import HERE, STARTED, Graph, Stubs, clean_environment
 
 
 class Cluster:
@@ -71,7 +73,18 @@ def cluster() -> Iterator[Cluster]:
     conf = status.stdout.splitlines()[0].removeprefix("export SLURM_CONF=")
     cluster = Cluster(Path(conf).parents[1])
     yield cluster
-    cluster.run("scancel", "--state=PENDING,RUNNING", check=False)
+    cluster.run("scancel", f"--user={os.getuid()}", check=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running() -> Iterator[None]:
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    STARTED.clear()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import yaml
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STUBS = HERE / "stubs"
+
+STARTED: list[subprocess.Popen] = []
+"""What `Graph.start` has started; none of it outlives its test."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -60,7 +64,10 @@ class Graph:
     """The project's graph in a folder of its own, whose code is this checkout's; its store may be shared."""
 
     def __init__(self, folder: Path, env: dict[str, str], store: Path | None = None, **changed: object) -> None:
-        """`changed` are top-level keys of the config, merged into those of tiny.yaml."""
+        """`changed` are top-level keys of the config, merged into those of tiny.yaml.
+
+        Where `store` was filled by the fixture of that name, the manifests of its data are there already.
+        """
         self.folder, self.env = folder, env
         for name in ("Snakefile", "rules", "config", "src", "envs", "profiles"):
             (folder / name).symlink_to(ROOT / name)
@@ -71,12 +78,19 @@ class Graph:
             config["store"] = str(store)
         (folder / "site.yaml").write_text(yaml.safe_dump(config))
         self.results = folder / "results/tiny"
+        made = store.parent / "one/results/tiny" if store else None
+        if made and made.is_dir() and made != self.results:
+            shutil.copytree(made / "data", self.results / "data")
+            for name in ("data.yaml", "tokenizer.yaml"):
+                (self.results / "settings").mkdir(exist_ok=True)
+                shutil.copy2(made / "settings" / name, self.results / "settings" / name)
 
     def command(self, *options: str) -> list[str]:
         """Snakemake with short waits, since no job here takes long."""
         short = ["--latency-wait", "5"]
         if {"--executor", "--workflow-profile"} & set(options):
-            short += ["--slurm-init-seconds-before-status-checks", "2", "--seconds-between-status-checks", "1"]
+            # After a look that finds nothing new the executor adds ten seconds.
+            short += ["--slurm-init-seconds-before-status-checks", "8", "--seconds-between-status-checks", "1"]
         return [sys.executable, "-m", "snakemake", "--configfile", "site.yaml", *short, *options]
 
     def run(self, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -90,7 +104,7 @@ class Graph:
     def start(self, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Start Snakemake as a terminal would: a group of its own, which hears Ctrl-C."""
         log = (self.folder / "started.log").open("w")
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*options),
             cwd=self.folder,
             env=env or self.env,
@@ -100,6 +114,8 @@ class Graph:
             process_group=0,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
+        STARTED.append(process)
+        return process
 
     def pretend(self, *paths: str) -> None:
         """Empty files in the place of results."""

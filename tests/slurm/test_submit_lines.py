@@ -63,7 +63,7 @@ THERE = [
 NEVER_START = {"*": ["FAILED"] * 9}
 
 FAILING = ["--retries", "0", "--keep-going", "--rerun-triggers", "mtime", "--slurm-status-command", "squeue"]
-"""No second attempts, but train_arm's own; squeue, since each failure makes ten calls of sacct."""
+"""No second attempts; squeue, since each failure makes ten calls of sacct."""
 
 
 @pytest.mark.parametrize("profile", [["--executor", "slurm"], ["--workflow-profile", "profiles/slurm"]])

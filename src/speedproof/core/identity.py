@@ -82,6 +82,7 @@ def _without_docstrings(tree: ast.AST) -> ast.AST:
     return tree
 
 
+@functools.lru_cache(maxsize=256)  # most files stand behind several kinds, and the Snakefile asks for all of them
 def parsed(source: str) -> str:
     """The code of a Python source as its syntax tree: comments, docstrings and layout left out."""
     return ast.dump(_without_docstrings(ast.parse(source)), annotate_fields=False, include_attributes=False)
