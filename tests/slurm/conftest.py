@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from places import HERE, STARTED, Graph, Stubs, clean_environment
+from places import HERE, SEARCH_PATH, STARTED, Graph, Stubs, clean_environment
 
 
 class Cluster:
@@ -24,7 +24,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.env = clean_environment()
         self.env["SLURM_CONF"] = str(folder / "etc/slurm.conf")
-        self.env["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+        self.env["PATH"] = f"{folder / 'bin'}:{SEARCH_PATH}"
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command against the cluster; with `check`, a failure shows what it printed."""

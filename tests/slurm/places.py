@@ -18,6 +18,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STUBS = HERE / "stubs"
 
+SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+"""Where commands are looked for: in the environment of these tests first, whether or not it was activated."""
+
 STARTED: list[subprocess.Popen] = []
 """What `Graph.start` has started; none of it outlives its test."""
 
@@ -33,7 +36,7 @@ class Stubs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "stub.jsonl"
-        self.env = clean_environment() | {"STUB_SLURM_LOG": str(self.log), "PATH": f"{STUBS}:{os.environ['PATH']}"}
+        self.env = clean_environment() | {"STUB_SLURM_LOG": str(self.log), "PATH": f"{STUBS}:{SEARCH_PATH}"}
 
     def settings(self, **settings: object) -> dict[str, str]:
         """The environment with `settings` as STUB_SLURM_ variables, in JSON."""
