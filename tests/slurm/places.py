@@ -27,7 +27,8 @@ STARTED: list[subprocess.Popen] = []
 
 def clean_environment() -> dict[str, str]:
     """This environment without what a surrounding SLURM job, or another test, set."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_", "STUB_SLURM_"))}
+    foreign = ("SLURM_", "SBATCH_", "SRUN_", "STUB_SLURM_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)} | {"PATH": SEARCH_PATH}
 
 
 class Stubs:
