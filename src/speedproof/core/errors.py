@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -35,12 +36,13 @@ def run(main: Callable[..., object]) -> None:
     """Run a script's `main` as a command whose options are the parameters of `main`.
 
     A `UserError` becomes one line on stderr and exit code 2; any other exception keeps its traceback,
-    since it is a fault of this program and not of its user.
+    since it is a fault of this program and not of its user. TERM becomes `Preempted`, so that nothing half-done stays.
     """
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(help=main.__doc__)(main)
+    signal.signal(signal.SIGTERM, _preempt)
     try:
         app()
     except UserError as error:
@@ -56,3 +58,7 @@ def run(main: Callable[..., object]) -> None:
         advice = MENDING.get(error.errno, "")
         print(f"error: {what}{os.strerror(error.errno) if error.errno else error}{advice}", file=sys.stderr)
         sys.exit(EXIT_USER)
+
+
+def _preempt(number: int, frame: object) -> None:
+    raise Preempted("TERM received; nothing half-done is kept, start again")
