@@ -14,8 +14,8 @@ import time
 from speedproof.core.errors import UserError, run
 
 def main(what: str):
-    print("began", flush=True)
     try:
+        print("began", flush=True)
         if what == "wrong":
             raise UserError("key: found 3; use 4")
         time.sleep(60)
