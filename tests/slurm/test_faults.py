@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from places import ROOT, SEARCH_PATH, Graph, Stubs, clean_environment, wait_until
+from places import ROOT, Graph, Stubs, clean_environment, wait_until
 
 LITERAL = ["--executor", "slurm"]
 SITE = ["--workflow-profile", "profiles/slurm"]
@@ -126,7 +126,7 @@ def test_an_allocation_stops_in_time_and_goes_on(tmp_path: Path, store: Path) ->
 
     def allocation(*options: str) -> subprocess.Popen:
         line = [command[0], *options, *command[1:]]
-        env = clean_environment() | {"PATH": SEARCH_PATH}
+        env = clean_environment()
         return subprocess.Popen(line, cwd=tmp_path, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
 
     running = allocation()
