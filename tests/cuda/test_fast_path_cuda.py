@@ -6,6 +6,7 @@ import torch
 
 from speedproof.model.fused import by_name
 from speedproof.model.llama import build
+from speedproof.model.loss import OnePass, _slope
 from speedproof.training.latch import LATCH_UPDATES
 from speedproof.training.precision import bf16_support
 from speedproof.training.update import NonFinite, Updater
@@ -32,6 +33,24 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entries", [257, 2048, 32_000, 65_536])
+def test_the_one_pass_kernel_is_its_plain_twin(entries, dtype):
+    generator = torch.Generator(DEVICE).manual_seed(entries)
+    logits = (torch.randn(300, entries, generator=generator, device=DEVICE) * 3).to(dtype)
+    labels = torch.randint(0, entries, (300,), generator=generator, device=DEVICE)
+    one_pass, before = OnePass(), logits.clone()
+    wanted, slope = _slope(logits.clone(), labels)
+    alone, nothing = one_pass._between(False, False)(logits, labels)
+    assert nothing is None
+    assert torch.equal(logits, before)
+    found, gradient = one_pass._between(True, False)(logits, labels)
+    assert gradient is logits
+    assert torch.equal(found, alone)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert (gradient - slope).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-8)
+
+
 def rows(blocks: int = 4, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 512, (blocks, CONTEXT + 1)).astype(np.uint16)
 
@@ -42,7 +61,9 @@ def weights(updater: Updater) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    "settings", [{"loss": "chunked"}, {"projections": "fused"}, {"optimizer": "arena"}], ids=lambda s: next(iter(s))
+    "settings",
+    [{"loss": "chunked"}, {"loss": "triton"}, {"projections": "fused"}, {"optimizer": "arena"}],
+    ids=lambda settings: next(iter(settings.values())),
 )
 def test_gradients_agree_with_the_reference(settings, compiled, recipe, miniature_execution):
     updater = Updater(recipe, miniature_execution(device="cuda", microbatch=2, compile=compiled, **settings), DEVICE)
@@ -62,7 +83,7 @@ def test_gradients_agree_with_the_reference(settings, compiled, recipe, miniatur
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("loss", ["plain", "chunked", "triton"])
 def test_captured_updates_are_those_that_are_not_captured(loss, compiled, recipe, miniature_execution):
     """Short updates in between run outside the graph, on the same weights and moments."""
     ways = {"device": "cuda", "microbatch": 2, "compile": compiled, "loss": loss}

@@ -28,6 +28,7 @@ pytestmark = [
 
 DEVICE, CONTEXT = "cuda", 128
 MODEL = {"vocab_size": 512, "layers": 2, "width": 128, "heads": 2, "ffn_width": 256, "context_length": CONTEXT}
+CAPTURED = {"optimizer": "arena", "finite_checks": "latched", "capture": "graph"}
 VARIANTS = [
     {},
     {"compile": True},
@@ -37,8 +38,13 @@ VARIANTS = [
     {"projections": "fused", "compile": True},
     {"loss": "chunked"},
     {"loss": "chunked", "compile": True},
+    {"loss": "triton"},
+    {"loss": "triton", "compile": True},
     {"optimizer": "arena"},
+    {"finite_checks": "latched"},
+    CAPTURED,
     {"projections": "fused", "loss": "chunked", "optimizer": "arena", "compile": True, "finite_checks": "merged"},
+    {"projections": "fused", "loss": "triton", "compile": True, **CAPTURED},
 ]
 """Execution settings that must not change what is learned; one line for each that is added."""
 
@@ -77,11 +83,13 @@ class StopAfter(Stop):
         return "told to" if self.left < 0 else None
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_run_with_uneven_epochs_is_taken_up_again(mode, tmp_path, recipe, miniature_execution):
+@pytest.mark.parametrize(
+    "settings", [{}, {"compile_mode": "reduce-overhead"}, {"tokens": "device", **CAPTURED}], ids=named
+)
+def test_a_compiled_run_with_uneven_epochs_is_taken_up_again(settings, tmp_path, recipe, miniature_execution):
     cache = TokenCache.synthetic(tmp_path, 512, 24 * CONTEXT, 10 * CONTEXT, 0)
     wanted = recipe(data=cache.identity, budget_targets=23 * CONTEXT, virtual_epochs=3)
-    execution = miniature_execution(device="cuda", compile=True, compile_mode=mode, microbatch=2)
+    execution = miniature_execution(device="cuda", compile=True, microbatch=2, **settings)
 
     def make(name, stop=None):
         torch._dynamo.reset()

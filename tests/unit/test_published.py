@@ -114,7 +114,9 @@ def test_attribution_stands_in_the_report(figures):
         assert f"{figures['rows'][f'attribution.{name}']['value']}×" in report
 
 
-@pytest.mark.parametrize("later", [{"loss": "chunked"}, {"projections": "fused"}, {"capture": "graph"}])
+@pytest.mark.parametrize(
+    "later", [{"loss": "chunked"}, {"loss": "triton"}, {"projections": "fused"}, {"capture": "graph"}]
+)
 def test_what_the_published_code_did_not_have_is_not_set_beside_it(later, figures, summary):
     candidates = summary["tuning"]["20m"]["rows"]
     fast = candidates[0] | {"targets_per_s": 10**6, "execution": candidates[0]["execution"] | later}

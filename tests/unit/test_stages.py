@@ -196,7 +196,7 @@ def test_compile_modes_are_skipped_when_eager_is_best():
 
 
 FAST = {
-    "losses": ["plain", "chunked"],
+    "losses": ["plain", "chunked", "triton"],
     "projections": ["separate", "fused"],
     "optimizers": ["fused", "arena"],
     "finite_checks": ["separate", "merged", "latched"],
@@ -211,21 +211,21 @@ def test_ways_to_be_faster_are_found_by_recommended():
     tuning = Tuning.parse(TUNING.plain() | FAST | {"compile_modes": []})
 
     def rate(e):
-        gain = (
-            (1.5 if e.compile else 1) * (1.2 if e.loss == "chunked" else 1) * (0.9 if e.projections == "fused" else 1)
-        )
+        gain = 1.5 if e.compile else 1
+        gain *= {"plain": 1, "chunked": 1.1, "triton": 1.2}[e.loss] * (0.9 if e.projections == "fused" else 1)
         return 1000.0 * gain * (1.3 if e.capture == "graph" else 1.02 if e.optimizer == "arena" else 1)
 
     records, plans = measured(rate, tuning, default)
-    assert stages.slots("kernels", tuning, default) == 3
+    assert stages.slots("kernels", tuning, default) == 5
     assert stages.slots("update", tuning, default) == 6
     assert [s["execution"]["capture"] for s in plans["update"]["slots"]].count("graph") == 1
     found = finalists(tuned(records, tuning, default))["recommended"]
-    wanted = {"loss": "chunked", "projections": "separate", "optimizer": "arena", "capture": "graph"}
+    wanted = {"loss": "triton", "projections": "separate", "optimizer": "arena", "capture": "graph"}
     assert {key: found[key] for key in wanted} == wanted
     assert found["finite_checks"] == "latched"
     assert found["allocator"] == "default"
     assert stages.slots("update", tuning, DEFAULT) == 5, "there is no graph on a CPU"
+    assert stages.slots("kernels", tuning, DEFAULT) == 3, "and no kernel made for GPUs"
 
 
 def test_what_contradicts_the_incumbent_is_skipped():

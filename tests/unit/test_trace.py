@@ -38,6 +38,7 @@ NAMES = {
     ],
     "cross-entropy": [
         "triton_red_fused__log_softmax__to_copy_nll_loss_forward_5",
+        "_cross_entropy_row",
         "triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward_nll_loss_forward_6",
         "triton_per_fused__log_softmax_nll_loss_forward_7",
         "triton_red_fused__to_copy_logsumexp_0",

@@ -148,7 +148,8 @@ class Check:
 
     def _never(self, row: Row) -> bool:
         """Whether the row cannot be measured on this device at all."""
-        return self.device != "cuda" and (FIGURES[row.figure].needs_cuda or row.settings.get("capture") == "graph")
+        impossible = self.final.model_copy(update=row.settings).contradiction()
+        return self.device != "cuda" and bool(FIGURES[row.figure].needs_cuda or impossible)
 
     def _make_cache(self) -> TokenCache:
         toy = self.device == "cpu"

@@ -117,5 +117,7 @@ ROWS = (
     Row("all of it, captured", "rate", "20m", CAPTURED, CACHED + "targets_per_s", 60),
     Row("final with fused projections", "rate", "20m", {"projections": "fused"}, CACHED + "targets_per_s"),
     Row("final with chunked loss", "rate", "20m", {"loss": "chunked"}, CACHED + "targets_per_s"),
+    Row("final with one-pass loss", "rate", "20m", {"loss": "triton"}, CACHED + "targets_per_s"),
+    Row("all, captured, one-pass loss", "rate", "20m", CAPTURED | {"loss": "triton"}, CACHED + "targets_per_s", 60),
     Row("final with an arena", "rate", "20m", {"optimizer": "arena"}, CACHED + "targets_per_s"),
 )

@@ -1,5 +1,6 @@
 """Execution: how a recipe is run. It must never change what is learned."""
 
+import os
 from typing import Literal
 
 from pydantic import Field, PositiveInt
@@ -12,7 +13,7 @@ Device = Literal["cpu", "cuda"]
 Implementation = Literal["native", "transformers"]
 SdpaBackend = Literal["auto", "flash", "cudnn", "math"]
 Projections = Literal["separate", "fused"]
-Loss = Literal["plain", "chunked"]
+Loss = Literal["plain", "chunked", "triton"]
 Optimizer = Literal["fused", "arena"]
 FiniteChecks = Literal["separate", "merged", "latched"]
 Capture = Literal["none", "graph"]
@@ -56,7 +57,8 @@ class Execution(Strict):
         description="fused: q, k, v and gate, up are stored and multiplied as one matrix each"
     )
     loss: Loss = Field(
-        description="chunked: head and cross-entropy some targets at a time, their gradient in the forward pass"
+        description="chunked: head and cross-entropy some targets at a time, their gradient in the forward pass; "
+        "triton: the same with one kernel that reads the logits once and leaves their gradient in place"
     )
     optimizer: Optimizer = Field(
         description="AdamW over each weight, or over flat buffers that hold weights, gradients and moments"
@@ -91,6 +93,11 @@ class Execution(Strict):
 
     def contradiction(self) -> str | None:
         """What in this execution excludes something else in it, and what to do; None where all goes together."""
+        if self.loss == "triton" and self.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return (
+                f"loss: 'triton' is a kernel for GPUs; use chunked on {self.device} "
+                "(Triton's interpreter, TRITON_INTERPRET=1, is there to test it)"
+            )
         if self.capture == "none":
             return None
         if self.device != "cuda":
