@@ -1,5 +1,6 @@
 """The one-pass kernel in Triton's interpreter; test_cross_entropy.py runs these in a process of their own."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from speedproof.data.token_cache import TokenCache
 from speedproof.model import loss
 from speedproof.model.cross_entropy import LARGEST, cross_entropy
 from speedproof.model.fused import by_name
+from speedproof.training.compile import compiles, graph_breaks
 from speedproof.training.evaluate import evaluate
 from speedproof.training.update import Updater
 
@@ -84,6 +86,21 @@ def test_the_whole_model_has_the_plain_loss_and_gradients(precision, miniature_r
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         assert (gradient - wanted[name]).norm() <= of_norm * wanted[name].norm(), name
+
+
+def test_the_compiler_gets_what_is_before_it_as_one_graph(monkeypatch, miniature_recipe, miniature_execution):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled, eager = (
+        Updater(miniature_recipe(), miniature_execution(loss="triton", microbatch=2, compile=kind), "cpu")
+        for kind in (True, False)
+    )
+    before = compiles(), graph_breaks()
+    for seed in range(2):
+        ids = np.random.default_rng(seed).integers(0, 61, (4, 17)).astype(np.uint16)
+        assert compiled.step(ids).loss_sum == pytest.approx(eager.step(ids).loss_sum, rel=1e-5)
+    assert (compiles() - before[0], graph_breaks() - before[1]) == (1, 0)
+    torch._dynamo.reset()
 
 
 def test_validation_is_that_of_the_plain_loss(tmp_path, miniature_recipe, miniature_execution):
