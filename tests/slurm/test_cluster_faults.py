@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -109,6 +110,37 @@ def test_training_is_saved_at_preemption_and_goes_on_after_a_lost_node(cluster, 
     updates = [line["updates"] for line in seen if "updates" in line]
     assert updates == sorted(set(updates))
     assert not list(store.glob("unfinished/runs/*"))
+
+
+def test_training_stops_before_its_time_is_up_and_the_next_attempt_goes_on(
+    cluster, store: Path, tmp_path: Path
+) -> None:
+    graph = Graph(
+        tmp_path,
+        cluster.env,
+        store,
+        # Small updates and much validation: enough to do on a machine that is twice as fast, too.
+        recipe={"budget_targets": 560_000, "targets_per_update": 64, "virtual_epochs": 40, "subset_blocks": 512},
+        execution={"microbatch": 1},
+        tuning={"microbatches": [1]},
+        matched={"arms": NEEDS_NO_TUNING, "checkpoint_minutes": 0.02},
+    )
+    running = graph.start(*SITE, "--", f"{RUN}/result.json")
+    wait_until(lambda: jobs(graph, "train_arm"), "a job")
+    [first] = jobs(graph, "train_arm")
+    cluster.wait(first, lambda states: states == ["RUNNING"])
+    # What is left of its minutes, before training asks; minutes are the smallest limit that can be submitted.
+    cluster.run("scontrol", "update", f"job={first}", "EndTime=now+40")
+    assert running.wait(300) == 0, graph.log()
+    first_again, second = jobs(graph, "train_arm")
+    assert (first_again, cluster.states(first)) == (first, ["FAILED"])  # and not TIMEOUT
+    [done] = re.findall(r"stopped early: the job ends in \d+ s; state saved after ([\d,]+) of", graph.log())
+    assert int(done.replace(",", "")) > 0
+    assert cluster.states(second) == ["COMPLETED"]
+    result = json.loads((tmp_path / RUN / "result.json").read_text())
+    assert result["resumed"] is True
+    assert result["targets"] == 560_000
+    assert result["environment"]["facts"]["job"] == second
 
 
 def test_a_cancelled_job_is_an_error_and_no_wait(cluster, store: Path, tmp_path: Path) -> None:
