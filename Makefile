@@ -17,8 +17,8 @@ allocation: .venv/installed
 	$(BIN)/snakemake --configfile $(CONFIG) -- fetch_data
 	$(BIN)/python src/scripts/allocate.py $(addprefix --config ,$(CONFIG)) $(addprefix --budget-minutes ,$(BUDGET))
 
-test: .venv/peers
-	$(BIN)/python -m pytest
+test: .venv/test
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: .venv/peers
 	$(BIN)/python src/scripts/bench.py $(OPTIONS)
@@ -41,8 +41,10 @@ format: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-# What a comparison with other implementations needs beside it; small, so that the tests try it too.
+# What a comparison with other implementations needs beside it, and what the tests do.
 .venv/peers: envs/peers.txt .venv/installed
+.venv/test: envs/test.txt envs/peers.txt .venv/installed
+.venv/peers .venv/test:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 

@@ -6,6 +6,7 @@ configfile: "config/default.yaml"
 
 
 include: "rules/common.smk"
+include: "rules/wiring.smk"
 include: "rules/data.smk"
 include: "rules/tuning.smk"
 include: "rules/matched.smk"
