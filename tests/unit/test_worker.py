@@ -1,5 +1,7 @@
 """The worker's windows hold whole updates only, and an error becomes the status that lies at its bottom."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_records import EXECUTION, PROTOCOL, RECIPE
@@ -77,6 +79,26 @@ def test_timing_counts_targets_and_keeps_memory_apart():
     assert result["warmup"]["total_s"] > result["warmup"]["first_update_s"] > 0
     assert result["memory"]["setup_bytes"] > 0
     assert result["memory"]["kind"] == "resident set"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 40),
+        ({"compile": True}, 40),
+        ({"compile": True, "compile_mode": "reduce-overhead"}, 90),
+        ({"compile": False, "compile_mode": "reduce-overhead"}, 40),
+        ({"capture": "graph"}, 90),
+    ],
+)
+def test_memory_of_replayed_graphs_is_what_making_them_took(settings, expected, monkeypatch):
+    peaks = iter([90, 40])  # of the set-up, in which graphs are made, and of the windows, which allocate nothing
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 95)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100))
+    execution = EXECUTION.model_copy(update={"device": "cuda"} | settings)
+    assert worker.Memory(torch.device("cuda"), execution.replays).read()["peak_bytes"] == expected
 
 
 def test_synthetic_batch_stays_where_it_is_and_trains_alike():

@@ -114,7 +114,7 @@ def _time(updater: Any, batches: Any, protocol: dict[str, Any], result: dict[str
         "compiles": compiles(),
         "graph_breaks": graph_breaks(),
     }
-    memory = Memory(updater.device)
+    memory = Memory(updater.device, updater.execution.replays)
     for _ in range(protocol["windows"]):
         before = compiles(), graph_breaks(), len(recompile_reasons())
         begin = time.monotonic()
@@ -178,10 +178,12 @@ class Memory:
     """Peak memory since it was made, apart from the peak before (set-up and warm-up).
 
     On CUDA the allocator's count, on CPU the resident set; None where the kernel does not let it be reset.
+    What a CUDA graph holds is counted only while it is made, and a replay allocates nothing: where windows are
+    `replays`, the peak is that of both.
     """
 
-    def __init__(self, device: Any):
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: Any, replays: bool = False):
+        self._cuda, self._replays = device.type == "cuda", replays
         self._setup, self._reset = self._peak(), True
         if self._cuda:
             import torch
@@ -206,6 +208,8 @@ class Memory:
         else:
             total, kind, reserved = host_memory_bytes(), "resident set", None
         peak = self._peak() if self._reset else None
+        if self._replays:
+            peak = max(peak, self._setup)
         return {
             "peak_bytes": peak,
             "setup_bytes": self._setup,

@@ -109,6 +109,12 @@ class Execution(Strict):
             return f"compile_mode: {self.compile_mode!r} makes CUDA graphs of its own; use default with capture 'graph'"
         return None
 
+    @property
+    def replays(self) -> bool:
+        """Whether its updates replay CUDA graphs: the compiler's, or one of the whole update."""
+        graphs = self.compile and self.compile_mode in GRAPH_MODES
+        return self.device == "cuda" and (graphs or self.capture == "graph")
+
     def peer(self, implementation: Implementation) -> "Execution":
         """The same way to run a recipe, as far as `implementation` goes along."""
         return self.model_copy(update={"implementation": implementation} | NATIVE_ONLY)
