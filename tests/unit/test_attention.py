@@ -65,6 +65,20 @@ def test_a_backend_that_refuses_is_named_with_its_reason(monkeypatch):
         check_backend("flash", 2, 16, 8, torch.float32, CPU)
 
 
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("flash", "Expected dtype Half or BFloat16."), ("cudnn", "cuDNN was turned off.")]
+)
+def test_the_reason_is_that_of_the_backend_that_was_asked(backend, reason):
+    given = [  # in the order in which PyTorch speaks on a GPU
+        *("Memory efficient kernel not used because:", "Memory efficient attention was turned off."),
+        *("Flash attention kernel not used because:", "Expected dtype Half or BFloat16."),
+        *("CuDNN attention kernel not used because:", "cuDNN was turned off."),
+    ]
+    warned = [f"{text} (Triggered internally at sdp_utils.cpp:1.)" for text in given]
+    assert module._reason(backend, warned, "No available kernel. Aborting execution.") == reason
+    assert module._reason(backend, warned, "cuDNN Frontend error") == "cuDNN Frontend error"
+
+
 def test_running_out_of_memory_is_not_taken_for_a_missing_kernel(monkeypatch):
     def exhausted(q, k, v, backend):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -66,12 +67,22 @@ def check_backend(
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
-            forced(q, q, q, FORCED[backend]).sum().backward()
+            y = forced(q, q, q, FORCED[backend])
+            y.backward(torch.ones_like(y))  # laid out as in training: cuDNN takes no expanded gradient as it is
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            why = str(reasons[-1].message if reasons else error).split("(Triggered")[0].strip()
+            why = _reason(backend, [str(warning.message) for warning in reasons], str(error))
             raise UnsupportedBackend(
                 f"execution.sdpa_backend: {backend!r} cannot run {heads} heads of {head_size} at context "
                 f"{context_length} in {str(dtype).removeprefix('torch.')} on {device} ({why}); use auto"
             ) from None
+
+
+def _reason(backend: str, warned: list[str], error: str) -> str:
+    """Why `backend` was refused: PyTorch warns of every backend in turn, a heading and then its reason."""
+    words = [text.split("(Triggered")[0].strip() for text in warned]
+    if not words or "No available kernel" not in error:
+        return error.strip()
+    own = (why for head, why in pairwise(words) if head.lower().startswith(backend) and head.endswith("because:"))
+    return next(own, words[-1])
