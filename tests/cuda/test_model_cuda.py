@@ -139,7 +139,8 @@ def test_tables_follow_the_device_and_the_dtype():
     cpu = rope.cos.clone()
     rope.to(DEVICE)
     assert rope.cos.device.type == "cuda"
-    torch.testing.assert_close(rope.cos.cpu(), cpu, rtol=0, atol=1e-5)
+    # The last bit of an angle near 127 is 7.6e-6, and CUDA's powf may be wrong by several.
+    torch.testing.assert_close(rope.cos.cpu(), cpu, rtol=0, atol=1e-4)
     single = rope.cos.clone()
     rope.to(torch.bfloat16)
     assert rope.cos.dtype == torch.float32
