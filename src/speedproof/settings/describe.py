@@ -12,7 +12,7 @@ HEAD = """\
 # The configuration
 
 `config/default.yaml` names every key with its default and is the embedded experiment. Other files only override it:
-`snakemake --configfile config/gh200.yaml all`, and single keys with `--config`, as in
+`snakemake --configfile config/gh200.yaml -- all`, and single keys with `--config`, as in
 `snakemake --config 'presets=["20m"]' 'matched={presets: ["20m"]}' -n all`.
 A number such as `1e-3` is written `1.0e-3`, since YAML takes the first for text.
 
