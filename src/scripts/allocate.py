@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from speedproof.core import files
 from speedproof.core.errors import UserError, run
-from speedproof.settings.experiment import Slurm
+from speedproof.settings.experiment import Slurm, read_config
 
 JOB = "profiles/allocation/job.sh"
 
@@ -28,7 +27,10 @@ def main(
     """
     settings: dict = {}
     for path in dict.fromkeys([Path("config/default.yaml"), *config]):
-        settings |= files.read_yaml(path).get("slurm") or {}
+        given = read_config(path).get("slurm", {})
+        if not isinstance(given, dict):
+            raise UserError(f"{path}: slurm: found {given!r}; give keys below it, such as account, or leave it out")
+        settings |= given
     command = submission(Slurm.parse(settings, "slurm"))
     budget = ["--budget-minutes", f"{budget_minutes:g}"] if budget_minutes else []
     command += [JOB, *budget, "--configfile", *map(str, config), "--", target]

@@ -7,6 +7,7 @@ import typer
 
 from speedproof.core import files
 from speedproof.core.errors import run
+from speedproof.settings.experiment import read_config
 
 
 def main(
@@ -16,7 +17,7 @@ def main(
     """Print the verdict table of an experiment's summary, and where summary and figures lie."""
     from speedproof.evidence import tables
 
-    names = [files.read_yaml(path).get("experiment") for path in (Path("config/default.yaml"), *config)]
+    names = [read_config(path).get("experiment") for path in (Path("config/default.yaml"), *config)]
     folder = results / [name for name in names if name][-1]
     summary = files.read_json(folder / "summary.json")
     print(tables.verdict_table(summary))

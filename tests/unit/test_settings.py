@@ -6,7 +6,15 @@ import yaml
 
 from speedproof.core.errors import UserError
 from speedproof.settings import describe
-from speedproof.settings.experiment import Experiment, changed, load_preset, read_execution, recipe_for, typed
+from speedproof.settings.experiment import (
+    Experiment,
+    changed,
+    load_preset,
+    read_config,
+    read_execution,
+    recipe_for,
+    typed,
+)
 from speedproof.settings.recipe import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +72,8 @@ def put(config, dotted, value):
         ("parity.arm", "first", r"parity\.arm 'first' is no arm"),
         ("slurm.measure_minutes", 1, r"slurm\.measure_minutes .* protocol\.deadline_s"),
         ("tuning", [], r"tuning: found \[\]"),
+        ("slurm", 3, r"^slurm: found 3; give keys below it \(account, .*\), or leave it out"),
+        ("slurm.account", 12345, r"slurm\.account: found 12345; .*put it in quotes, '12345'"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_sentence_that_names_it(config, key, value, message):
@@ -71,6 +81,12 @@ def test_a_wrong_key_or_value_is_one_sentence_that_names_it(config, key, value, 
     with pytest.raises(UserError, match=message) as caught:
         Experiment.parse(config)
     assert "\n" not in str(caught.value)
+
+
+def test_an_empty_config_file_is_named(tmp_path):
+    (tmp_path / "site.yaml").touch()
+    with pytest.raises(UserError, match=r"site\.yaml: found None; give keys .*leave the file out"):
+        read_config(tmp_path / "site.yaml")
 
 
 def test_what_the_command_line_leaves_as_text_inside_a_group_gets_its_type():

@@ -27,6 +27,7 @@ MENDING = {
     errno.EDQUOT: "; make room and run it again",
     errno.EACCES: "; allow it, or choose another folder",
     errno.EROFS: "; allow writing there, or choose another folder",
+    errno.ENOTDIR: "; a part of this path is a file, choose another folder",
     errno.ENOENT: "; check the path, or run the rule that makes it",
 }
 """What to do about the commonest refusals of a file system."""

@@ -237,6 +237,16 @@ def recipe_for(preset: str, config: Experiment, folder: Path, data: str | None) 
     return Recipe.parse(value, "recipe")
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read one config file. Raises UserError when it holds no keys."""
+    value = files.read_yaml(path)
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{path}: found {value!r}; give keys such as those of config/default.yaml, or leave the file out"
+        )
+    return value
+
+
 def read_recipe(path: Path) -> Recipe:
     """Read a resolved recipe that a result was written with."""
     return Recipe.parse(files.read_yaml(path), str(path))

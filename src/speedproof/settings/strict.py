@@ -65,4 +65,10 @@ def _sentence(model: type[BaseModel], error: ValidationError, where: str) -> str
             # YAML reads 1e-3 as text and only 1.0e-3 as a number.
             mantissa, _, exponent = f"{float(found):e}".partition("e")
             hint = f"; write {float(mantissa)}e{int(exponent)}, with a decimal point and no quotes"
+    if kind == "string_type" and isinstance(found, int | float):
+        hint = f"; put it in quotes, '{found}'"
+    if kind == "model_type":
+        known = _fields_at(model, location)
+        advice = ", or leave it out" if location else ""
+        return f"{key}: found {found!r}; give keys below it ({', '.join(known)}){advice}"
     return f"{key}: found {found!r}; {first['msg'][:1].lower()}{first['msg'][1:]}{hint}"
