@@ -12,7 +12,9 @@ all: .venv/installed
 	$(BIN)/snakemake --configfile $(CONFIG) -- all
 	@$(BIN)/python src/scripts/show_verdict.py $(addprefix --config ,$(CONFIG))
 
-# Data are fetched here, where the network is; the compute node may have none.
+# Data are fetched here, where the network is; the compute node may have none. The pins for GPU hosts keep a torch that is
+# there already.
+allocation: ENV := envs/cuda.txt
 allocation: .venv/installed
 	$(BIN)/snakemake --configfile $(CONFIG) -- fetch_data
 	$(BIN)/python src/scripts/allocate.py $(addprefix --config ,$(CONFIG)) $(addprefix --budget-minutes ,$(BUDGET))

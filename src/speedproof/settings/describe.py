@@ -13,7 +13,7 @@ HEAD = """\
 
 `config/default.yaml` names every key with its default and is the embedded experiment. Other files only override it:
 `snakemake --configfile config/gh200.yaml -- all`, and single keys with `--config`, as in
-`snakemake --config 'presets=["20m"]' 'matched={presets: ["20m"]}' -n all`.
+`snakemake --config 'recipe={budget_targets: 400000}' 'tuning={microbatches: [8]}' -n all`.
 A number such as `1e-3` is written `1.0e-3`, since YAML takes the first for text.
 
 `config/presets/<name>.yaml` holds a model's six sizes and may override any key of `recipe`.
