@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from miniature import StopAfter
 
 from speedproof.core.errors import Preempted
 from speedproof.data.loader import SyntheticBatches, to_device
@@ -17,7 +18,6 @@ from speedproof.measure.isolate import run_isolated
 from speedproof.settings.experiment import Parity
 from speedproof.training.precision import bf16_support
 from speedproof.training.session import Session
-from speedproof.training.stopping import Stop
 from speedproof.training.update import Updater, UpdateResult
 from speedproof.training.window import run_window
 
@@ -69,18 +69,6 @@ def recipe(miniature_recipe):
         return miniature_recipe(**{**common, "budget_targets": 40 * CONTEXT, **changed})
 
     return make
-
-
-class StopAfter(Stop):
-    """Asks to stop from the n-th question on."""
-
-    def __init__(self, questions: int):
-        super().__init__()
-        self.left = questions
-
-    def reason(self, margin_s: float) -> str | None:
-        self.left -= 1
-        return "told to" if self.left < 0 else None
 
 
 @pytest.mark.parametrize(

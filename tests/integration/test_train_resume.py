@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import miniature
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from speedproof.data.token_cache import TokenCache
 ROOT = Path(__file__).parents[2]
 UPDATES = 300
 
-EXECUTION = files.read_yaml(ROOT / "config/default.yaml")["execution"] | {"microbatch": 2, "cpu_threads": 1}
+EXECUTION = miniature.EXECUTION | {"microbatch": 2}
 
 
 @pytest.fixture(scope="module")
@@ -28,29 +29,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     cache = TokenCache.synthetic(folder, 64, UPDATES * 64 + 100, 400, 0)
     model = {"vocab_size": 64, "layers": 1, "width": 16, "heads": 2, "ffn_width": 24, "context_length": 16}
-    recipe = {
-        "preset": "miniature",
+    recipe = miniature.RECIPE | {
         "model": model,
         "data": cache.identity,
-        "targets_per_update": 64,
         "budget_targets": UPDATES * 64,
         "virtual_epochs": 3,
         "subset_blocks": 8,
-        "subset_seed": 1,
         "seed": 3,
-        "precision": "fp32",
-        "lr": 0.01,
-        "final_lr_fraction": 0.1,
         "warmup_fraction": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "grad_clip": 1.0,
-        "rope_theta": 10000.0,
-        "norm_eps": 1e-5,
-        "init_std": 0.02,
-        "shuffle_buffer_mib": 1,
     }
     files.write_yaml(folder / "recipe.yaml", recipe)
     files.write_yaml(folder / "execution.yaml", EXECUTION)

@@ -6,26 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from miniature import StopAfter
 from safetensors.torch import load_file
 
 from speedproof.core.errors import Preempted
 from speedproof.data.token_cache import TokenCache
 from speedproof.training.session import Session
-from speedproof.training.stopping import Stop
 
 CONTEXT = 16
-
-
-class StopAfter(Stop):
-    """Asks to stop from the n-th question on."""
-
-    def __init__(self, questions: int):
-        super().__init__()
-        self.left = questions
-
-    def reason(self, margin_s: float) -> str | None:
-        self.left -= 1
-        return "told to" if self.left < 0 else None
 
 
 FAST = {
@@ -48,7 +36,7 @@ def session(request, tmp_path, miniature_recipe, miniature_execution, monkeypatc
     recipe = miniature_recipe(data=cache.identity, budget_targets=23 * CONTEXT, virtual_epochs=3)
     execution = miniature_execution(compile=True, microbatch=2, **request.param)
 
-    def make(name: str, stop: Stop | None = None) -> Session:
+    def make(name: str, stop: StopAfter | None = None) -> Session:
         torch._dynamo.reset()  # as a new process would begin
         return Session(recipe, execution, cache, {"repeat": 0}, tmp_path / name, stop=stop)
 

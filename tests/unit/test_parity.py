@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from pathlib import Path
 
+import miniature
 import pytest
 import torch
 import yaml
@@ -13,12 +13,10 @@ from speedproof.core.errors import UserError
 from speedproof.data.token_cache import TokenCache
 from speedproof.evidence import parity
 from speedproof.model.llama import build
-from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Parity
 from speedproof.settings.recipe import Recipe
 from speedproof.training.compile import CompileError
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Parity(blocks=3, loss_tolerance_nats=1e-3, gradient_tolerance=0.05, arm="recommended")
 
 
@@ -36,23 +34,21 @@ def store(cache, monkeypatch):
 
 @pytest.fixture(scope="module")
 def recipe(cache):
-    return Recipe.parse(
-        {
-            "preset": "miniature", "data": cache.identity, "targets_per_update": 64, "budget_targets": 640,
-            "virtual_epochs": 1, "subset_blocks": 2, "subset_seed": 1, "seed": 42, "precision": "fp32", "lr": 1e-3,
-            "final_lr_fraction": 0.1, "warmup_fraction": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-            "weight_decay": 0.1, "grad_clip": 1.0, "rope_theta": 1e4, "norm_eps": 1e-5, "init_std": 0.1,
-            "shuffle_buffer_mib": 1,
-            "model": {"vocab_size": 64, "layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context_length": 16},
-        }
-    )  # fmt: skip
+    return miniature.recipe(
+        model={"vocab_size": 64, "layers": 2},
+        data=cache.identity,
+        budget_targets=640,
+        virtual_epochs=1,
+        subset_blocks=2,
+        seed=42,
+        lr=1e-3,
+        warmup_fraction=0.1,
+        init_std=0.1,
+    )
 
 
 def execution(**changes):
-    default = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"]
-    return Execution.parse(
-        default | {"microbatch": 2, "cpu_threads": 1, "finite_checks": "merged", "evaluation_batch": 2} | changes
-    )
+    return miniature.execution(**({"microbatch": 2, "finite_checks": "merged", "evaluation_batch": 2} | changes))
 
 
 @pytest.fixture(scope="module")

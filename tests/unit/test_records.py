@@ -8,8 +8,8 @@ import sys
 import types
 from pathlib import Path
 
+import miniature
 import pytest
-import yaml
 
 from speedproof.core import identity as identities
 from speedproof.core.errors import UserError
@@ -21,42 +21,17 @@ from speedproof.settings.execution import Execution
 from speedproof.settings.experiment import Protocol
 from speedproof.settings.recipe import Recipe
 
-RECIPE = Recipe.parse(
-    {
-        "preset": "tiny",
-        "data": "0" * 64,
-        "model": {
-            "vocab_size": 64,
-            "layers": 1,
-            "width": 32,
-            "heads": 2,
-            "ffn_width": 64,
-            "context_length": 16,
-        },
-        "targets_per_update": 64,
-        "budget_targets": 4000,
-        "virtual_epochs": 2,
-        "subset_blocks": 2,
-        "subset_seed": 1,
-        "seed": 1,
-        "precision": "fp32",
-        "lr": 1e-3,
-        "final_lr_fraction": 0.1,
-        "warmup_fraction": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "grad_clip": 1.0,
-        "rope_theta": 1e4,
-        "norm_eps": 1e-5,
-        "init_std": 0.02,
-        "shuffle_buffer_mib": 1,
-    }
+RECIPE = miniature.recipe(
+    model={"vocab_size": 64, "ffn_width": 64},
+    preset="tiny",
+    data="0" * 64,
+    budget_targets=4000,
+    subset_blocks=2,
+    seed=1,
+    lr=1e-3,
+    warmup_fraction=0.1,
 )
-ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"]
-EXECUTION = Execution.parse(DEFAULT | {"microbatch": 2, "cpu_threads": 1})
+EXECUTION = miniature.execution(microbatch=2)
 PROTOCOL = {
     "warmup_updates": 2,
     "windows": 3,

@@ -3,17 +3,15 @@
 import itertools
 import json
 import shutil
-from pathlib import Path
 
+import miniature
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from speedproof.core.errors import Preempted, UserError
 from speedproof.data.loader import TrainingBatches
 from speedproof.data.token_cache import TokenCache
-from speedproof.settings.execution import Execution
 from speedproof.settings.recipe import Recipe
 from speedproof.training import session as session_module
 from speedproof.training.ledger import window_ends
@@ -21,9 +19,7 @@ from speedproof.training.session import Session
 from speedproof.training.stopping import Stop, job_end_time
 from speedproof.training.update import NonFinite, Updater
 
-ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = yaml.safe_load((ROOT / "config/default.yaml").read_text(encoding="utf-8"))["execution"]
-EXECUTION = Execution.parse(DEFAULT | {"microbatch": 2, "cpu_threads": 1, "evaluation_batch": 4})
+EXECUTION = miniature.execution(microbatch=2, evaluation_batch=4)
 VARYING = ("seconds", "targets_per_s", "data_wait_s")
 
 
@@ -31,30 +27,16 @@ def recipe_on(cache: TokenCache, **changes: object) -> Recipe:
     """Three virtual epochs of 7, 8 and 8 blocks: the first ends with an update of three blocks, 2 + 1."""
     model = {"vocab_size": 64, "layers": 1, "width": 16, "heads": 2, "ffn_width": 24, "context_length": 8}
     values = {
-        "preset": "miniature",
         "model": model,
         "data": cache.identity,
         "targets_per_update": 32,
         "budget_targets": 23 * 8 - 3,
         "virtual_epochs": 3,
         "subset_blocks": 5,
-        "subset_seed": 1,
         "seed": 3,
-        "precision": "fp32",
-        "lr": 0.01,
-        "final_lr_fraction": 0.1,
         "warmup_fraction": 0.2,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "grad_clip": 1.0,
-        "rope_theta": 10000.0,
-        "norm_eps": 1e-5,
-        "init_std": 0.02,
-        "shuffle_buffer_mib": 1,
     }
-    return Recipe.parse(values | changes)
+    return miniature.recipe(**(values | changes))
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +61,6 @@ def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 taken: list = []
-
-
-class StopAfter(Stop):
-    """Asks to stop from the n-th question on."""
-
-    def __init__(self, questions: int):
-        super().__init__()
-        self.left = questions
-
-    def reason(self, margin_s: float) -> str | None:
-        self.left -= 1
-        return "told to" if self.left < 0 else None
 
 
 def make(cache: TokenCache, scratch, identity=None, recipe=None, **options) -> Session:
@@ -140,7 +110,7 @@ def test_a_stopped_run_ends_in_the_same_bits(cache, tmp_path, questions):
     order, scratch = [rows.tolist() for rows in taken], tmp_path / "b"
     taken.clear()
     with pytest.raises(Preempted, match="state saved after"):
-        make(cache, scratch, stop=StopAfter(questions)).run()
+        make(cache, scratch, stop=miniature.StopAfter(questions)).run()
     torch.manual_seed(99)  # another process has drawn other numbers
     result, again, resumed = finished(make(cache, scratch), tmp_path / "resumed")
     assert [rows.tolist() for rows in taken] == order
@@ -158,7 +128,7 @@ def test_stopping_before_every_update_ends_in_the_same_bits(cache, tmp_path):
     while True:
         attempts += 1
         # Growing patience, since a validation that is stopped begins anew.
-        session = make(cache, tmp_path / "b", stop=StopAfter(2 + attempts // 2))
+        session = make(cache, tmp_path / "b", stop=miniature.StopAfter(2 + attempts // 2))
         try:
             _, again, resumed = finished(session, tmp_path / "resumed")
             break
@@ -259,7 +229,7 @@ def test_seconds_add_up_over_the_processes_of_a_resumed_run(cache, tmp_path, clo
     options = {"clock": clock, "process_clock": lambda: clock.now - born}
     born = clock.now - 5
     with pytest.raises(Preempted):
-        make(cache, tmp_path / "s", stop=StopAfter(2), **options).run()
+        make(cache, tmp_path / "s", stop=miniature.StopAfter(2), **options).run()
     born = clock.now - 5
     result, _, _ = finished(make(cache, tmp_path / "s", **options), tmp_path / "run")
     assert result["training_update_s"] == 11
@@ -312,7 +282,7 @@ def test_another_runs_state_is_refused_by_field(cache, tmp_path, change, named):
         "repeat": 0,
     }
     with pytest.raises(Preempted):
-        make(cache, tmp_path, identity, stop=StopAfter(2)).run()
+        make(cache, tmp_path, identity, stop=miniature.StopAfter(2)).run()
     with pytest.raises(UserError, match=named):
         make(cache, tmp_path, identity | change)
     assert make(cache, tmp_path, identity).updater.updates == 1
@@ -320,7 +290,7 @@ def test_another_runs_state_is_refused_by_field(cache, tmp_path, change, named):
 
 def test_lost_metrics_are_noticed(cache, tmp_path):
     with pytest.raises(Preempted):
-        make(cache, tmp_path, stop=StopAfter(4)).run()
+        make(cache, tmp_path, stop=miniature.StopAfter(4)).run()
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match=r"metrics\.jsonl: holds 0 bytes"):
         make(cache, tmp_path)
@@ -328,7 +298,7 @@ def test_lost_metrics_are_noticed(cache, tmp_path):
 
 def test_a_nonfinite_update_stops_the_run_and_leaves_its_state(cache, tmp_path, monkeypatch):
     with pytest.raises(Preempted):
-        make(cache, tmp_path, stop=StopAfter(2)).run()
+        make(cache, tmp_path, stop=miniature.StopAfter(2)).run()
     before = {path: path.read_bytes() for path in tmp_path.glob("state-*/*")}
     session = make(cache, tmp_path)
     with torch.no_grad():
