@@ -95,8 +95,8 @@ def machine(compiled=2.0, large=1.5, backend=None, mode=1.0, threads=1.0):
 def test_places_follow_from_the_config():
     assert stages.stage_names(TUNING, DEFAULT) == ["grid", "sdpa", "compile_mode", "cpu_threads"]
     assert [stages.slots(s, TUNING, DEFAULT) for s in stages.stage_names(TUNING, DEFAULT)] == [4, 4, 1, 1]
-    assert stages.stage_names(CONFIG.tuning, DEFAULT) == ["grid", "sdpa", "kernels", "cpu_threads"]
-    assert [stages.slots(s.name, CONFIG.tuning, DEFAULT) for s in stages.STAGES] == [4, 2, 0, 1, 0, 1, 0]
+    assert stages.stage_names(CONFIG.tuning, DEFAULT) == ["grid", "sdpa", "cpu_threads"]
+    assert [stages.slots(s.name, CONFIG.tuning, DEFAULT) for s in stages.STAGES] == [4, 2, 0, 0, 0, 1, 0]
     with pytest.raises(UserError, match="known stages are grid"):
         stages.slots("speed", TUNING, DEFAULT)
 

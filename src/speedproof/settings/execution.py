@@ -37,14 +37,16 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 class Execution(Strict):
     """A complete execution; every field present wherever one is written down."""
 
-    device: Device
+    device: Device = Field(description="cpu, or cuda for the first GPU that is visible")
     implementation: Implementation = Field(
         description="native: this project's model; transformers: its Llama as a peer (envs/peers.txt)"
     )
     microbatch: PositiveInt = Field(description="blocks of one forward and backward pass")
-    compile: bool
+    compile: bool = Field(description="whether updates go through torch.compile")
     compile_mode: CompileMode = Field(description="torch.compile's mode; without effect when compile is false")
-    sdpa_backend: SdpaBackend
+    sdpa_backend: SdpaBackend = Field(
+        description="kernel of the causal attention: flash, cudnn or math; auto: PyTorch's choice"
+    )
     cpu_threads: int = Field(ge=1, le=1024, description="PyTorch's intra-op threads")
     allocator: Allocator = Field(
         description="tuned: freed memory is kept and used again, so that a CPU need not map and clear it anew"
@@ -72,7 +74,7 @@ class Execution(Strict):
         description="graph: a whole update is one CUDA graph; needs optimizer arena and finite_checks latched"
     )
     evaluation_batch: PositiveInt = Field(description="blocks of one validation pass")
-    evaluation_compile: bool
+    evaluation_compile: bool = Field(description="whether validation goes through torch.compile")
 
     def check(self, recipe: Recipe) -> None:
         """Raise UserError where this execution cannot run `recipe`."""

@@ -35,22 +35,26 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 class Data(Strict):
     """Where the C4 documents come from."""
 
-    source: Literal["embedded", "files", "hub"]
+    source: Literal["embedded", "files", "hub"] = Field(
+        description="embedded: a text that comes with Python; files: C4 on disk in its own layout; hub: fetched once"
+    )
     directory: str | None = Field(description="files: the folder that holds en/c4-train.*-of-*.json.gz")
     repository: str = Field(description="hub: the data set")
     revision: str = Field(description="hub: the pinned commit")
     train_files: PositiveInt = Field(description="training files to use, from the first on")
-    validation_files: PositiveInt
+    validation_files: PositiveInt = Field(description="validation files to use, from the first on")
     order_seed: int = Field(description="order of the documents within a file")
 
 
 class Tokenizer(Strict):
     """Where the tokenizer comes from."""
 
-    source: Literal["train", "file", "hub"]
+    source: Literal["train", "file", "hub"] = Field(
+        description="train: a BPE of the preset's vocabulary, from the training text; file and hub: one that exists"
+    )
     file: str | None = Field(description="file: a tokenizer.json")
     repository: str = Field(description="hub: the model whose tokenizer.json is used")
-    revision: str
+    revision: str = Field(description="hub: the pinned commit")
     end_of_document: str | None = Field(
         description="the token put after each document; null finds the tokenizer's own end-of-text token"
     )
@@ -59,9 +63,11 @@ class Tokenizer(Strict):
 class Protocol(Strict):
     """How an execution is measured and when a difference counts."""
 
-    warmup_updates: PositiveInt
-    windows: PositiveInt
-    updates_per_window: PositiveInt
+    warmup_updates: PositiveInt = Field(
+        description="updates before the first window; the very first, which compiles, is timed apart"
+    )
+    windows: PositiveInt = Field(description="timed windows of a process; its rate is their median")
+    updates_per_window: PositiveInt = Field(description="whole updates of a window, at least")
     min_window_seconds: NonNegativeFloat = Field(description="a window counts whole updates past this time")
     profile_updates: NonNegativeInt = Field(description="updates traced after the timing; 0: none")
     deadline_s: PositiveInt = Field(description="a worker that takes longer, imports included, becomes `timeout`")
@@ -84,18 +90,18 @@ class Protocol(Strict):
 class Tuning(Strict):
     """The grid; each list is the values to try, in the order of preference at a tie."""
 
-    microbatches: list[PositiveInt] = Field(min_length=1)
-    compile: list[bool] = Field(min_length=1)
+    microbatches: list[PositiveInt] = Field(min_length=1, description="the grid, with compile")
+    compile: list[bool] = Field(min_length=1, description="the grid, with microbatches")
     sdpa_backends: list[SdpaBackend] = Field(description="tried on the best two of the grid")
     compile_modes: list[CompileMode] = Field(description="tried on the best")
     losses: list[Loss] = Field(description="tried with projections on the best")
-    projections: list[Projections]
+    projections: list[Projections] = Field(description="tried with losses")
     optimizers: list[Optimizer] = Field(description="tried with finite_checks and captures on the best")
-    finite_checks: list[FiniteChecks]
-    captures: list[Capture]
+    finite_checks: list[FiniteChecks] = Field(description="tried with optimizers")
+    captures: list[Capture] = Field(description="tried with optimizers")
     cpu_threads: list[PositiveInt] = Field(description="tried on the best")
     allocators: list[Allocator] = Field(description="tried with tokens on the best")
-    tokens: list[Tokens]
+    tokens: list[Tokens] = Field(description="tried with allocators")
 
 
 class Arm(Strict):
@@ -109,11 +115,13 @@ class Matched(Strict):
     """Which runs are trained over the whole budget and compared."""
 
     presets: list[str] = Field(description="those of `presets` that are trained")
-    seeds: list[NonNegativeInt] = Field(min_length=1)
+    seeds: list[NonNegativeInt] = Field(min_length=1, description="each arm is trained once with each")
     repeats: PositiveInt = Field(description="identical runs of each arm and seed; two or more give the spread")
     checkpoint_minutes: float = Field(gt=0, description="interval of the resumable state")
     reference: str = Field(description="the arm that the others are compared with")
-    arms: dict[str, Arm] = Field(min_length=1)
+    arms: dict[str, Arm] = Field(
+        min_length=1, description="by name: `base` is default, selected or recommended, `set` what is changed of it"
+    )
 
     @model_validator(mode="after")
     def _reference_is_an_arm(self) -> "Matched":
@@ -126,7 +134,7 @@ class Parity(Strict):
     """When a fast path still computes the reference."""
 
     blocks: PositiveInt = Field(description="validation blocks compared, at full context")
-    loss_tolerance_nats: float = Field(gt=0)
+    loss_tolerance_nats: float = Field(gt=0, description="largest difference of the loss, in nats a target")
     gradient_tolerance: float = Field(gt=0, description="aggregate relative gradient error")
     arm: str = Field(description="the matched arm whose trained weights are checked")
 
@@ -134,23 +142,29 @@ class Parity(Strict):
 class Slurm(Strict):
     """What a job asks of the scheduler; null leaves the flag out."""
 
-    account: str | None
+    account: str | None = Field(description="null: that of your last job, or the site's default")
     partition: str | None = Field(description="of every job that no other key names one for")
     data_partition: str | None = Field(description="of jobs that need no GPU; without qos and reservation")
     fetch_partition: str | None = Field(description="one with a network; null fetches where Snakemake runs")
-    gpu_type: str | None
-    constraint: str | None
-    qos: str | None
-    reservation: str | None
+    gpu_type: str | None = Field(
+        description="as `sinfo -o %G` names it; all records of an experiment must come from one"
+    )
+    constraint: str | None = Field(description="feature of the nodes of measuring jobs")
+    qos: str | None = Field(description="of jobs in `partition`")
+    reservation: str | None = Field(description="of jobs in `partition`")
     gpus: Literal[0, 1] = Field(description="GPUs of a measuring job")
     cpus: PositiveInt = Field(description="CPUs of a measuring job")
-    mem_mb: PositiveInt
-    data_cpus: PositiveInt
-    data_mem_mb: PositiveInt
+    mem_mb: PositiveInt = Field(description="memory of a measuring job")
+    data_cpus: PositiveInt = Field(description="CPUs of a job that prepares data")
+    data_mem_mb: PositiveInt = Field(
+        description="memory of a job that prepares data; a second attempt gets twice as much"
+    )
     measure_minutes: PositiveInt = Field(description="time limit of one measurement; above protocol.deadline_s")
-    compare_minutes: PositiveInt
-    train_minutes: PositiveInt
-    data_minutes: PositiveInt
+    compare_minutes: PositiveInt = Field(description="time limit of a job of A B B A blocks")
+    train_minutes: PositiveInt = Field(
+        description="time limit of a training run, which saves before it and goes on in the next attempt"
+    )
+    data_minutes: PositiveInt = Field(description="time limit of a job that prepares or fetches data")
     allocation_minutes: PositiveInt = Field(description="time limit of the one job of `make allocation`")
 
 

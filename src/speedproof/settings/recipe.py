@@ -57,19 +57,19 @@ class RecipeSettings(Strict):
     budget_targets: PositiveInt = Field(description="targets to train on; rounded up to whole blocks")
     virtual_epochs: PositiveInt = Field(description="equal parts of the budget, each ended by a subset validation")
     subset_blocks: PositiveInt = Field(description="validation blocks of an epoch boundary, drawn once by subset_seed")
-    subset_seed: int
+    subset_seed: int = Field(description="draws the blocks of the subset")
     seed: int = Field(ge=0, description="weights and order of the data")
     precision: Precision = Field(description="bf16: autocast over FP32 weights; auto: bf16 where the hardware has it")
-    lr: PositiveFloat
-    final_lr_fraction: float = Field(ge=0, le=1)
+    lr: PositiveFloat = Field(description="peak learning rate, reached after the warm-up")
+    final_lr_fraction: float = Field(ge=0, le=1, description="share of the peak at which the cosine ends")
     warmup_fraction: float = Field(ge=0, lt=1, description="share of the budget with a linearly rising rate")
-    beta1: float = Field(ge=0, lt=1)
-    beta2: float = Field(ge=0, lt=1)
-    eps: PositiveFloat
+    beta1: float = Field(ge=0, lt=1, description="of AdamW")
+    beta2: float = Field(ge=0, lt=1, description="of AdamW")
+    eps: PositiveFloat = Field(description="of AdamW")
     weight_decay: float = Field(ge=0, description="on matrices, the tied embedding included; not on norm scales")
     grad_clip: PositiveFloat = Field(description="global norm")
-    rope_theta: PositiveFloat
-    norm_eps: PositiveFloat
+    rope_theta: PositiveFloat = Field(description="base of the rotary angles")
+    norm_eps: PositiveFloat = Field(description="under the root of RMSNorm")
     init_std: PositiveFloat = Field(description="residual projections are scaled down by sqrt(2 layers)")
     shuffle_buffer_mib: PositiveInt = Field(description="tokens that are shuffled together; decides the order")
 
