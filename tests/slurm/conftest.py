@@ -87,6 +87,19 @@ def _nothing_left_running() -> Iterator[None]:
     STARTED.clear()
 
 
+@pytest.fixture(autouse=True)
+def _cluster_left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One test that fails must not make those after it wait for its jobs, or for a node that it took out of service."""
+    yield
+    if not {"cluster", "tmp_path"} <= set(request.fixturenames):
+        return
+    cluster, folder = (request.getfixturevalue(name) for name in ("cluster", "tmp_path"))
+    jobs = [line.split(" ", 1) for line in cluster.run("squeue", "--noheader", "--format=%i %Z").stdout.splitlines()]
+    if mine := [job for job, place in jobs if place == str(folder)]:
+        cluster.run("scancel", *mine)
+    cluster.run("scontrol", "update", "nodename=node1", "state=RESUME", check=False)  # refused where it is in service
+
+
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
