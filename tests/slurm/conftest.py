@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from places import HERE, SEARCH_PATH, STARTED, Graph, Stubs, clean_environment
+from places import HERE, SEARCH_PATH, STARTED, Graph, Stubs, clean_environment, wait_until
 
 
 class Cluster:
@@ -62,6 +62,21 @@ class Cluster:
             assert time.monotonic() < end, f"job {job}: still {states} after {seconds} s"
             time.sleep(0.3)
         return states
+
+    def queue(self) -> list[str]:
+        """Id and state of each job that SLURM has not ended."""
+        return self.run("squeue", "--noheader", "--format=%i %T").stdout.splitlines()
+
+    def release(self, job: str) -> None:
+        """Start a requeued job now, which SLURM holds back for two minutes; not before the node is rid of it."""
+
+        def ready() -> bool:
+            steps = self.run("pgrep", "--full", rf"^slurmstepd: \[{job}\.", check=False).stdout
+            return f"{job} PENDING" in self.queue() and not steps
+
+        wait_until(ready, f"job {job} in the queue again")
+        time.sleep(3)  # slurmd looks once a second whether the last step is gone; until then it takes no second copy
+        self.run("scontrol", "update", f"job={job}", "StartTime=now")
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,7 @@ while time.monotonic() < end:
     cluster.wait(low, lambda states: states == ["PREEMPTED", "PENDING"])
     assert log.read_text().index("run 0") < log.read_text().index("term")
     cluster.wait(high, lambda states: states == ["COMPLETED"])
-    # SLURM holds a requeued job back for two minutes; a test need not.
-    cluster.run("scontrol", "update", f"job={low}", "StartTime=now")
+    cluster.release(low)
     cluster.wait(low, lambda states: states == ["PREEMPTED", "COMPLETED"])
     assert "run 1" in log.read_text()
 
@@ -100,7 +99,7 @@ def test_a_lost_node_puts_its_job_back_into_the_queue(cluster, tmp_path: Path) -
     cluster.wait(job, lambda _: log.exists() and "run 0" in log.read_text())
     cluster.run("scontrol", "update", "nodename=node1", "state=DOWN", "reason=test")
     cluster.wait(job, lambda states: states[0] == "NODE_FAIL")
-    cluster.run("scontrol", "update", f"job={job}", "StartTime=now")
+    cluster.release(job)
     # RUNNING is said before the script has begun.
     cluster.wait(job, lambda states: states == ["NODE_FAIL", "RUNNING"] and "run 1" in log.read_text())
     cluster.run("scancel", job)

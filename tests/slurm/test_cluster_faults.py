@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -42,22 +41,6 @@ def kill(job: str, folder: Path) -> None:
                 os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
-def queue(cluster) -> list[str]:
-    return cluster.run("squeue", "--noheader", "--format=%i %T").stdout.splitlines()
-
-
-def release(cluster, job: str) -> None:
-    """Start a requeued job now, which SLURM holds back for two minutes; not before the node is rid of its last run."""
-
-    def ready() -> bool:
-        steps = cluster.run("pgrep", "--full", rf"^slurmstepd: \[{job}\.", check=False).stdout
-        return f"{job} PENDING" in queue(cluster) and not steps
-
-    wait_until(ready, f"job {job} in the queue again")
-    time.sleep(3)  # slurmd looks once a second whether the last step is gone; until then it takes no second copy
-    cluster.run("scontrol", "update", f"job={job}", "StartTime=now")
-
-
 def test_killed_for_memory_twice_becomes_a_finding(cluster, store: Path, tmp_path: Path) -> None:
     graph = Graph(tmp_path, cluster.env, store, protocol={"min_window_seconds": 40.0, "deadline_s": 110})
     running = graph.start(*SITE, "--", SLOT)
@@ -90,7 +73,7 @@ def test_training_is_saved_at_preemption_and_goes_on_after_a_lost_node(cluster, 
     cluster.submit("true", *preempting, output=tmp_path / "high.log")
     [first] = jobs(graph, "train_arm")
     if cluster.wait(first, lambda states: states[0] in ("FAILED", "PREEMPTED"))[0] == "PREEMPTED":
-        release(cluster, first)  # the grace was over before Snakemake's own processes were: SLURM starts it again
+        cluster.release(first)  # the grace was over before Snakemake's own processes were: SLURM starts it again
     else:
         wait_until(lambda: len(jobs(graph, "train_arm")) == 2, "Snakemake's second attempt")
     job = jobs(graph, "train_arm")[-1]
@@ -100,7 +83,7 @@ def test_training_is_saved_at_preemption_and_goes_on_after_a_lost_node(cluster, 
     cluster.run("scontrol", "update", "nodename=node1", "state=DOWN", "reason=test")
     cluster.wait(job, lambda states: "NODE_FAIL" in states)
     kill(job, tmp_path)  # the node was only said to be lost
-    release(cluster, job)
+    cluster.release(job)
     assert running.wait(180) == 0, graph.log()
 
     assert jobs(graph, "train_arm")[-1] == job
@@ -163,7 +146,7 @@ def test_ctrl_c_leaves_no_job_in_the_queue(cluster, store: Path, tmp_path: Path)
     [job] = jobs(graph, "measure_candidate")
     os.killpg(running.pid, signal.SIGINT)
     assert running.wait(60) != 0
-    wait_until(lambda: not any(line.startswith(f"{job} ") for line in queue(cluster)), "a queue without it", 30)
+    wait_until(lambda: not any(line.startswith(f"{job} ") for line in cluster.queue()), "a queue without it", 30)
     # And the folder is not left locked.
     assert "Directory cannot be locked" not in graph.run("--cores", "1", "--dry-run", "--", SLOT).stderr
 
