@@ -216,10 +216,8 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(server, tmp_path):
     command = [sys.executable, "-c", FETCH_ALL, str(tmp_path / "store"), REVISION, NAME, "stops"]
     patient = environment(server, tmp_path / "home", HF_HUB_DOWNLOAD_TIMEOUT="60")
     running = subprocess.Popen(command, env=patient, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
     while not any(p.is_file() and p.stat().st_size for p in (tmp_path / "store").rglob("unfinished/*/*/*")):
         assert running.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     running.kill()
     running.wait()

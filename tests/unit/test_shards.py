@@ -184,10 +184,8 @@ def test_killed_in_the_middle_then_run_again(tmp_path, monkeypatch):
     running = subprocess.Popen(
         place.command("out.json"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
     while not any(p.stat().st_size for p in (tmp_path / "store/shards").glob("*/.*.partial/unordered.bin")):
         assert running.poll() is None, "finished before it could be killed"
-        assert time.monotonic() < deadline
         time.sleep(0.02)
     running.send_signal(signal.SIGKILL)
     running.wait()
