@@ -85,16 +85,20 @@ def parity_results():
     ]
 
 
+def checked_run(wildcards):
+    """The run whose trained weights are checked for parity and exported: the first of its arm."""
+    arm, seed = EXPERIMENT.parity.arm, EXPERIMENT.matched.seeds[0]
+    return f"{RESULTS}/{wildcards.preset}/matched/runs/{arm}-seed{seed}-repeat0"
+
+
 def parity_inputs(wildcards):
     """Fresh weights are checked in the recommended execution, trained ones in the execution of their arm."""
     folder = f"{RESULTS}/{wildcards.preset}"
     if wildcards.state == "fresh":
         return {"execution": f"{folder}/tuning/recommended.yaml"}
-    arm = EXPERIMENT.parity.arm
-    run = f"{folder}/matched/runs/{arm}-seed{EXPERIMENT.matched.seeds[0]}-repeat0"
     return {
-        "execution": f"{folder}/matched/arms/{arm}.yaml",
-        "weights": f"{run}/weights.safetensors",
+        "execution": f"{folder}/matched/arms/{EXPERIMENT.parity.arm}.yaml",
+        "weights": f"{checked_run(wildcards)}/weights.safetensors",
     }
 
 
@@ -106,8 +110,7 @@ def measured_peers(wildcards):
 
 def export_inputs(wildcards):
     """The trained weights that parity checks, with the recipe and the tokenizer of their run."""
-    folder = f"{RESULTS}/{wildcards.preset}"
-    run = f"{folder}/matched/runs/{EXPERIMENT.parity.arm}-seed{EXPERIMENT.matched.seeds[0]}-repeat0"
+    run = checked_run(wildcards)
     tokenizer = Path(token_cache(wildcards)).parent
     return {
         "recipe": f"{run}/recipe.yaml",
